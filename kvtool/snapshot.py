@@ -1,0 +1,352 @@
+"""Live mlx-lm caches to plain values and back, without a padding, trimmed or evicted row.
+
+`take_states` reads one sequence out of a list of caches; `build_caches` makes caches that continue where those stood, bit for bit.
+Axis letters: H KV heads, S rows (cached tokens), D head size. The layouts read here are those of `mlx_lm.models.cache` 0.32.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from formats.errors import IncompatibleError
+from kvtool.states import CacheState, Quantized, leaves, length_of
+
+__all__ = ["CacheState", "Quantized", "build_caches", "leaves", "length_of", "take_states"]
+
+
+def take_states(cache: Sequence[Any], *, row: int | None = None, length: int | None = None) -> tuple[CacheState, ...]:
+    """The live rows of every layer's cache, in temporal order.
+
+    Args:
+        cache: mlx-lm caches, one per layer; left unchanged.
+        row: the sequence to take; required where a cache holds more than one.
+        length: tokens seen, required where no layer counts them (recurrent models); elsewhere checked.
+
+    Raises:
+        ValueError: no or no valid `row`, `length` missing, or a batch between `prepare` and `finalize`.
+        IncompatibleError: an unknown cache class, a cache in a state no model can continue, or layers that disagree on the tokens seen.
+    """
+    states = tuple(_take(c, f"layer {i}", row) for i, c in enumerate(cache))
+    seen = length_of(states)
+    counted = any(leaf.attention != "state" for _, leaf in leaves(states))
+    if length is not None and counted and length != seen:
+        raise ValueError(f"[take_states] the caches have seen {seen} tokens, but length is {length}.")
+    if not counted and any(a is not None for _, leaf in leaves(states) for a in leaf.arrays):
+        if length is None:
+            raise ValueError("[take_states] recurrent state does not count the tokens it has seen; pass length.")
+        seen = length
+    return tuple(_count(state, seen) for state in states)
+
+
+def build_caches(states: Sequence[CacheState]) -> list[Any]:
+    """mlx-lm caches that continue where the captured ones stood; the states stay as they are and can be built again.
+
+    Raises:
+        IncompatibleError: a state whose rows do not fit its class (a KVCache's rows must start at position 0).
+    """
+    return [_build(state, f"layer {i}") for i, state in enumerate(states)]
+
+
+def _count(state: CacheState, length: int) -> CacheState:
+    if state.attention == "list":
+        return replace(state, offset=length, caches=tuple(_count(c, length) for c in state.caches))
+    if state.attention == "state" and any(a is not None for a in state.arrays):
+        return replace(state, offset=length)
+    return state
+
+
+# --- taking ---------------------------------------------------------------------------------------------------------
+
+
+def _take(cache: Any, where: str, row: int | None) -> CacheState:
+    take = _TAKE.get(type(cache))
+    if take is None:
+        raise IncompatibleError(f"{where}: cache class {type(cache).__module__}.{type(cache).__qualname__} is not known")
+    state = take(cache, where, row)
+    # Per layer, so that lazy graphs do not pile up; evaluated arrays may be used in another thread.
+    mx.eval([_parts(state.k), _parts(state.v), [a for a in state.arrays if a is not None]])
+    return state
+
+
+def _parts(array: mx.array | Quantized | None) -> tuple[mx.array, ...]:
+    if array is None:
+        return ()
+    return array.parts if isinstance(array, Quantized) else (array,)
+
+
+def _row(batch: int, row: int | None, where: str) -> int:
+    if row is None and batch != 1:
+        raise ValueError(f"[take_states] {where} holds {batch} sequences; pass row=0..{batch - 1}.")
+    if row is not None and not 0 <= row < batch:
+        raise ValueError(f"[take_states] row must be in 0..{batch - 1} ({where} holds {batch}), but got {row}.")
+    return row or 0
+
+
+def _broken(cache: Any, where: str, numbers: str) -> IncompatibleError:
+    return IncompatibleError(f"{where}: {type(cache).__name__} is in a state that cannot be continued: {numbers}")
+
+
+def _check_rows(cache: Any, where: str, needed: int, *arrays: mx.array) -> None:
+    for a in arrays:
+        if a.ndim != 4 or not 0 <= needed <= a.shape[2]:
+            raise _broken(cache, where, f"{needed} rows are live, the array has shape {tuple(a.shape)}")
+
+
+def _take_full(cache: Any, where: str, row: int | None) -> CacheState:
+    # ConcatenateKVCache.trim moves only the offset, so that rows past it are stale here too.
+    state = CacheState(type(cache).__name__, "full")
+    if cache.keys is None:
+        return state
+    _check_rows(cache, where, cache.offset, cache.keys, cache.values)
+    return _linear(state, cache, _row(cache.keys.shape[0], row, where), 0, cache.offset, 0)
+
+
+def _linear(state: CacheState, cache: Any, row: int, start: int, stop: int, position: int) -> CacheState:
+    """`state` with the rows start..stop of the buffers, the first of them at `position`."""
+    offset = position + stop - start
+    if stop == start:
+        return replace(state, offset=offset)
+    return replace(
+        state, offset=offset, positions=((position, offset),), k=cache.keys[row, :, start:stop], v=cache.values[row, :, start:stop]
+    )
+
+
+def _take_quantized(cache: QuantizedKVCache, where: str, row: int | None) -> CacheState:
+    state = CacheState("QuantizedKVCache", "full", params={"bits": cache.bits, "group_size": cache.group_size})
+    if cache.keys is None:
+        return state
+    _check_rows(cache, where, cache.offset, *cache.keys, *cache.values)
+    chosen = _row(cache.keys[0].shape[0], row, where)
+    if cache.offset == 0:
+        return state
+    k, v = (
+        Quantized(*(part[chosen, :, : cache.offset] for part in role), bits=cache.bits, group_size=cache.group_size)
+        for role in (cache.keys, cache.values)
+    )
+    return replace(state, offset=cache.offset, positions=((0, cache.offset),), k=k, v=v)
+
+
+def _take_chunked(cache: ChunkedKVCache, where: str, row: int | None) -> CacheState:
+    state = CacheState("ChunkedKVCache", "chunked", cache.chunk_size, params={"chunk_size": cache.chunk_size})
+    live = cache.offset - cache.start_position
+    if cache.keys is None:
+        return replace(state, offset=cache.offset)
+    _check_rows(cache, where, live, cache.keys, cache.values)
+    # The model drops what exceeds the chunk (maybe_trim_front) before it reads the cache again.
+    start = max(0, live - cache.chunk_size)
+    return _linear(state, cache, _row(cache.keys.shape[0], row, where), start, live, cache.start_position + start)
+
+
+def _sliding(max_size: int, keep: int) -> CacheState:
+    return CacheState("RotatingKVCache", "sliding", max_size, params={"max_size": max_size, "keep": keep, "ring": 0})
+
+
+def _take_rotating(cache: RotatingKVCache, where: str, row: int | None) -> CacheState:
+    state = _sliding(cache.max_size, cache.keep)
+    if cache.keys is None:
+        return state
+    size, index, offset = cache.keys.shape[2], cache._idx, cache.offset
+    chosen = _row(cache.keys.shape[0], row, where)
+    if index == size <= offset:
+        pieces = [(0, size)]
+    elif size == cache.max_size < offset and cache.keep < index < size:
+        pieces = [(0, cache.keep), (index, size), (cache.keep, index)]
+    elif 0 <= index == offset < size:
+        pieces = [(0, index)]
+    else:
+        raise _broken(cache, where, f"{size} rows, index {index}, offset {offset}, max_size {cache.max_size}")
+    rows = sum(stop - start for start, stop in pieces)
+    excess = rows - cache.max_size
+    if excess > 0:
+        # A prefill chunk leaves more than the window; every next update drops these rows before attending.
+        pieces = [(0, cache.keep), (cache.keep + excess, rows)]
+    elif offset >= cache.max_size and excess < -1:
+        raise _broken(cache, where, f"{rows} rows of a window of {cache.max_size} after {offset} tokens")
+    _check_rows(cache, where, max(stop for _, stop in pieces), cache.keys, cache.values)
+    ring = index if excess == 0 or offset < cache.max_size else cache.max_size
+    return _rotated(state, cache, chosen, pieces, offset, ring)
+
+
+def _rotated(state: CacheState, cache: Any, row: int, pieces: list[tuple[int, int]], offset: int, ring: int) -> CacheState:
+    """`state` with the physical `pieces` in temporal order; at `offset` tokens seen, all but the first `keep` rows are the newest."""
+    rows = sum(stop - start for start, stop in pieces)
+    keep = min(state.params["keep"], rows)
+    if offset == 0:
+        return state
+    newest = offset - (rows - keep)
+    positions = ((0, offset),) if newest == keep else tuple(p for p in ((0, keep), (newest, offset)) if p[0] < p[1])
+
+    def temporal(array: mx.array) -> mx.array:
+        parts = [array[row, :, start:stop] for start, stop in pieces if start < stop]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+    params = {**state.params, "ring": ring}
+    return replace(state, offset=offset, positions=positions, params=params, k=temporal(cache.keys), v=temporal(cache.values))
+
+
+def _take_batch(cache: BatchKVCache, where: str, row: int | None) -> CacheState:
+    state = CacheState("KVCache", "full")
+    chosen = _row(cache.left_padding.size, row, where)
+    if getattr(cache, "_right_padding", None) is not None:
+        raise ValueError(f"[take_states] {where} is between prepare() and finalize(); its padding is not at the left yet.")
+    padding, offset = cache.left_padding[chosen].item(), cache.offset[chosen].item()
+    if cache.keys is None or offset <= 0:
+        return state
+    _check_rows(cache, where, cache._idx, cache.keys, cache.values)
+    if padding < 0 or padding + offset != cache._idx:
+        raise _broken(cache, where, f"row {chosen}: padding {padding} + {offset} tokens, but {cache._idx} rows")
+    return _linear(state, cache, chosen, padding, cache._idx, 0)
+
+
+def _take_batch_rotating(cache: BatchRotatingKVCache, where: str, row: int | None) -> CacheState:
+    state = _sliding(cache.max_size, 0)
+    chosen = _row(cache.left_padding.size, row, where)
+    if getattr(cache, "_lengths", None) is not None:
+        raise ValueError(f"[take_states] {where} is between prepare() and finalize(); its padding is not at the left yet.")
+    padding, offset = cache.left_padding[chosen].item(), cache.offset[chosen].item()
+    if cache.keys is None or offset <= 0:
+        return state
+    size, index, window = cache.keys.shape[2], cache._idx, cache.max_size
+    _check_rows(cache, where, index, cache.keys, cache.values)
+    held = size if cache.rotated else index
+    live = min(held - max(0, padding), window)
+    # One row may lack at a full window: the slot that the next update overwrites unread.
+    if not min(offset, window - 1) <= live <= offset:
+        raise _broken(cache, where, f"row {chosen}: {offset} tokens, {live} of {held} rows live, max_size {window}")
+    # Temporal order is index..size, 0..index in a ring; this row's tokens are the last `live` of it.
+    if not cache.rotated or live <= index:
+        pieces = [(index - live, index)]
+    else:
+        pieces = [(size - (live - index), size), (0, index)]
+    return _rotated(state, cache, chosen, pieces, offset, live if offset < window else window)
+
+
+def _take_arrays(cache: ArraysCache, where: str, row: int | None) -> CacheState:
+    chosen = _row(cache.batch_size, row, where)
+    return CacheState("ArraysCache", "state", arrays=tuple(None if a is None else a[chosen] for a in cache.cache))
+
+
+def _take_list(cache: CacheList, where: str, row: int | None) -> CacheState:
+    return CacheState("CacheList", "list", caches=tuple(_take(c, f"{where}.{i}", row) for i, c in enumerate(cache.caches)))
+
+
+_TAKE: dict[type, Callable[[Any, str, int | None], CacheState]] = {
+    KVCache: _take_full,
+    ConcatenateKVCache: _take_full,
+    QuantizedKVCache: _take_quantized,
+    ChunkedKVCache: _take_chunked,
+    RotatingKVCache: _take_rotating,
+    BatchKVCache: _take_batch,
+    BatchRotatingKVCache: _take_batch_rotating,
+    ArraysCache: _take_arrays,
+    CacheList: _take_list,
+}
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+
+def _build(state: CacheState, where: str) -> Any:
+    build = _BUILD.get(state.cls)
+    if build is None:
+        raise IncompatibleError(f"{where}: cache class {state.cls} is not known")
+    if state.attention not in ("list", "state"):
+        _check_state(state, where)
+    return build(state, where)
+
+
+def _check_state(state: CacheState, where: str) -> None:
+    expected = Quantized if state.cls == "QuantizedKVCache" else mx.array
+    for name, array in (("keys", state.k), ("values", state.v)):
+        if (array is None) != (state.rows == 0):
+            raise IncompatibleError(f"{where}: {state.rows} rows, but the {name} are {'missing' if array is None else 'present'}")
+        if array is not None and (not isinstance(array, expected) or len(array.shape) != 3 or array.shape[1] != state.rows):
+            raise IncompatibleError(
+                f"{where}: {state.cls} needs {name} of {expected.__name__} (H, {state.rows}, D), "
+                f"but they are {type(array).__name__} {tuple(array.shape)}"
+            )
+    newest = state.positions[-1][1] if state.positions else state.offset
+    if newest != state.offset or (state.attention == "full" and state.rows != state.offset):
+        raise IncompatibleError(f"{where}: {state.cls} with {state.offset} tokens seen cannot hold the positions {list(state.positions)}")
+
+
+def _live(array: mx.array) -> mx.array:
+    # A new array object: item assignment in a cache rebinds the object that it is applied to.
+    array = array[None]
+    mx.eval(array)
+    return array
+
+
+def _fill(cache: Any, state: CacheState) -> Any:
+    cache.offset = state.offset
+    if isinstance(state.k, mx.array) and isinstance(state.v, mx.array):
+        cache.keys, cache.values = _live(state.k), _live(state.v)
+    return cache
+
+
+def _build_quantized(state: CacheState, where: str) -> QuantizedKVCache:
+    cache: Any = QuantizedKVCache(group_size=state.params["group_size"], bits=state.params["bits"])
+    cache.offset = state.offset
+    if isinstance(state.k, Quantized) and isinstance(state.v, Quantized):
+        cache.keys = tuple(_live(part) for part in state.k.parts)
+        cache.values = tuple(_live(part) for part in state.v.parts)
+    return cache
+
+
+def _build_chunked(state: CacheState, where: str) -> ChunkedKVCache:
+    cache = _fill(ChunkedKVCache(state.params["chunk_size"]), state)
+    cache.start_position = state.offset - state.rows
+    return cache
+
+
+def _build_rotating(state: CacheState, where: str) -> RotatingKVCache:
+    size, keep, ring = (state.params[name] for name in ("max_size", "keep", "ring"))
+    cache: Any = RotatingKVCache(max_size=size, keep=keep)
+    if not isinstance(state.k, mx.array) or not isinstance(state.v, mx.array):
+        return cache
+    rows, full = state.rows, state.offset >= size
+    if (full and not (size - 1 <= rows <= size and keep < ring <= size)) or (not full and (rows != state.offset or ring != rows)):
+        raise IncompatibleError(f"{where}: ring {ring} of {size} slots cannot hold {rows} rows with {state.offset} tokens seen")
+    cache.offset, cache._idx = state.offset, ring
+
+    def physical(array: mx.array) -> mx.array:
+        if full and rows < size:
+            # The oldest slot is overwritten or dropped before it is read.
+            array = mx.concatenate([array[:, :keep], mx.zeros_like(array[:, :1]), array[:, keep:]], axis=1)
+        if full and ring < size:
+            cut = size - (ring - keep)
+            array = mx.concatenate([array[:, :keep], array[:, cut:], array[:, keep:cut]], axis=1)
+        return _live(array)
+
+    cache.keys, cache.values = physical(state.k), physical(state.v)
+    return cache
+
+
+def _build_arrays(state: CacheState, where: str) -> ArraysCache:
+    cache: Any = ArraysCache(size=len(state.arrays))
+    cache.cache = [None if a is None else _live(a) for a in state.arrays]
+    return cache
+
+
+_BUILD: dict[str, Callable[[CacheState, str], Any]] = {
+    "KVCache": lambda state, where: _fill(KVCache(), state),
+    "ConcatenateKVCache": lambda state, where: _fill(ConcatenateKVCache(), state),
+    "QuantizedKVCache": _build_quantized,
+    "ChunkedKVCache": _build_chunked,
+    "RotatingKVCache": _build_rotating,
+    "ArraysCache": _build_arrays,
+    "CacheList": lambda state, where: CacheList(*(_build(c, f"{where}.{i}") for i, c in enumerate(state.caches))),
+}
