@@ -22,9 +22,9 @@ from mlx_lm.models.cache import (
 )
 
 from formats.errors import IncompatibleError
-from kvtool.states import CacheState, Quantized, leaves, length_of
+from kvtool.states import CacheState, Quantized, check_against, leaves, length_of
 
-__all__ = ["CacheState", "Quantized", "build_caches", "leaves", "length_of", "take_states"]
+__all__ = ["CacheState", "Quantized", "build_caches", "check_against", "leaves", "length_of", "take_states"]
 
 
 def take_states(cache: Sequence[Any], *, row: int | None = None, length: int | None = None) -> tuple[CacheState, ...]:

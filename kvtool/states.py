@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from formats.errors import IncompatibleError
+from kvtool.probe import CacheProbe
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ def length_of(states: Sequence[CacheState]) -> int:
             by_offset.setdefault(leaf.offset, []).append(where.removeprefix("layer "))
     if len(by_offset) > 1:
         counts = "; ".join(f"{offset} in layer {', '.join(names)}" for offset, names in sorted(by_offset.items()))
-        raise IncompatibleError(f"cache: the layers disagree on the tokens seen: {counts}")
+        raise IncompatibleError(f"the layers disagree on the tokens seen: {counts}")
     return next(iter(by_offset), 0)
 
 
@@ -97,3 +98,48 @@ def leaves(states: Sequence[CacheState], where: str = "layer ") -> Iterator[tupl
             yield from leaves(state.caches, f"{where}{i}.")
         else:
             yield f"{where}{i}", state
+
+
+def check_against(states: Sequence[CacheState], probes: Sequence[CacheProbe]) -> None:
+    """Do these states fit the model that was probed: the same layers, and in each the same kind of attention, window and sizes?
+
+    KVCache, ConcatenateKVCache and QuantizedKVCache hold the same rows, so the class itself may differ; the kind of attention may not:
+    a RotatingKVCache (`max_kv_size`) where the model keeps every token has lost rows. Layers without rows pass.
+
+    Raises:
+        IncompatibleError: names every layer that differs and each differing field, the cache's value first.
+    """
+    if len(states) != len(probes):
+        raise IncompatibleError(f"the cache has {len(states)} layers, the model {len(probes)}")
+    problems = [text for i, pair in enumerate(zip(states, probes, strict=True)) for text in _differences(f"layer {i}", *pair)]
+    if problems:
+        raise IncompatibleError(f"the cache does not fit the model: {'; '.join(problems)}")
+
+
+def _differences(where: str, state: CacheState, probe: CacheProbe) -> Iterator[str]:
+    if state.attention != probe.attention:
+        yield f"{where}: {_kind(state)}, in the model {_kind(probe)}"
+        return
+    if len(state.caches) != len(probe.caches):
+        yield f"{where}: {len(state.caches)} caches, in the model {len(probe.caches)}"
+        return
+    for i, pair in enumerate(zip(state.caches, probe.caches, strict=True)):
+        yield from _differences(f"{where}.{i}", *pair)
+    fields: list[tuple[str, Any, Any]] = [
+        ("window", state.window, probe.window),
+        ("keep", state.params.get("keep", 0), probe.params.get("keep", 0)),
+        ("state arrays", len(state.arrays), len(probe.arrays)),
+    ]
+    for name, array, role in (("K", state.k, probe.k), ("V", state.v, probe.v)):
+        if array is not None:
+            heads, _, dim = array.shape
+            fields += [(f"{name} heads", heads, getattr(role, "heads", None)), (f"{name} dim", dim, getattr(role, "dim", None))]
+    for i, (a, p) in enumerate(zip(state.arrays, probe.arrays, strict=False)):
+        # Integer state is a window of token ids, whose length varies.
+        if a is not None and p is not None and mx.issubdtype(a.dtype, mx.floating):
+            fields.append((f"state array {i} shape", tuple(a.shape), p.shape))
+    yield from (f"{where}: {name} {ours}, in the model {theirs}" for name, ours, theirs in fields if ours != theirs)
+
+
+def _kind(cache: CacheState | CacheProbe) -> str:
+    return f"{cache.attention} ({cache.cls}{'' if cache.window is None else f', {cache.window}'})"
