@@ -1,0 +1,90 @@
+"""Writing a file so that every moment shows the old whole file or the new whole file.
+
+    temp (O_EXCL, same folder) -> bytes -> fsync -> os.replace -> fsync of the folder
+
+The commit point is os.replace. Before it a crash leaves the old file and perhaps a temp, whose name `is_leftover` recognises;
+after it the new file. If only the last fsync fails, the new file is visible and whole but may not survive a power cut.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+
+_LEFTOVER = re.compile(r"\.kvtool-[0-9]+-[0-9a-f]{16}\.tmp")
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file name is that of a temporary file which an interrupted write may have left."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+class AtomicFile:
+    """The temporary file of one `atomic_write`: unbuffered, so that nothing is copied twice."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of `data` at the current position."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            view = view[os.write(self.fd, view) :]
+
+    def seek(self, offset: int) -> None:
+        """Move the position; a hole that is left reads as zeros."""
+        os.lseek(self.fd, offset, os.SEEK_SET)
+
+    def truncate(self, size: int) -> None:
+        """Cut the file at `size` bytes."""
+        os.ftruncate(self.fd, size)
+
+    def move(self, begin: int, end: int, to: int) -> None:
+        """Copy bytes [begin, end) to a later offset `to`, from the back, in blocks of a megabyte."""
+        while end > begin:
+            start = max(begin, end - (1 << 20))
+            block = os.pread(self.fd, end - start, start)
+            self.seek(to + start - begin)
+            self.write(block)
+            end = start
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[AtomicFile]:
+    """Context manager: write to a temporary file that takes the place of `path` when the block ends without an exception.
+
+    A symbolic link is followed. The mode of the new file honours the umask. On any exception, KeyboardInterrupt included,
+    the temporary file is removed.
+
+    Raises:
+        OSError: as the system gives it (disk full, no permission ...); `path` is a folder or a device.
+    """
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    if os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+    if os.path.exists(target) and not stat.S_ISREG(os.stat(target).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", target)
+    temp = os.path.join(folder, f".kvtool-{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    fd = -1
+    try:
+        try:
+            fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            yield AtomicFile(fd)
+            os.fsync(fd)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        os.replace(temp, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temp)
+        raise
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,405 @@
+"""The kvtool file: one safetensors file with a manifest in its header. SPEC.md has it byte by byte.
+
+    u64 LE N | N bytes of JSON, space padded so that (8 + N) % 64 == 0 | tensors, each zero padded to a multiple of 64 bytes
+
+`write_container` makes one, `open_container` reads one. OSErrors (no such file, disk full, I/O error) pass through as they are;
+everything that is wrong with the bytes is a KVError. Files are replaced, never modified in place: cutting a file while a Reader
+maps it is the one thing that the system answers with a signal instead of an exception.
+"""
+
+import contextlib
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import blake3
+import numpy as np
+import zstandard
+
+from formats.atomic import AtomicFile, atomic_write
+from formats.errors import CompressionError, DigestError, KVError, LayoutError, NotKvtoolError, PaddingError
+from formats.examine import (
+    DIGEST_AT,
+    MAX_EXPANSION,
+    PREFIX,
+    TensorInfo,
+    examine,
+    header_digest,
+    padded,
+    reference_problems,
+    tensor_json,
+)
+from formats.header import MAX_HEADER, count, is_tensor_name
+from formats.manifest import ITEM_BYTES, Manifest, parse, to_json
+from formats.strict_json import dumps, loads
+
+# How numpy holds each dtype; BF16 comes as the uint16 of its bits.
+NUMPY = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
+    "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8",
+}  # fmt: skip
+_CHUNK = 1 << 20
+_LEVEL = 3
+# Compression is kept if it saves a twentieth; four samples of 64 KiB decide whether it is tried at all.
+_KEEP_BELOW = 0.95
+_SAMPLE = 1 << 16
+_MAX_WINDOW = 1 << 27
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A tensor to be written. `produce` is called once, in the order of the plans, and gives bytes or an array of this dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    produce: Callable[[], "bytes | memoryview | np.ndarray"]
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes: elements times the bytes of one."""
+        return count(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """What was written: the path, and the bytes of file, header (with its length bytes) and tensors (with their padding)."""
+
+    path: str
+    file_bytes: int
+    header_bytes: int
+    tensor_bytes: int
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One tensor that is not what was written."""
+
+    tensor: str
+    error: KVError
+
+
+def write_container(
+    path: str | os.PathLike[str],
+    manifest: Manifest | Callable[[], Manifest],
+    plans: Sequence[TensorPlan],
+    *,
+    compress: bool = True,
+    reserve: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> WriteReport:
+    """Write a file in one pass over the tensors, atomically; at most one tensor is in memory at a time.
+
+    Args:
+        path: the file; it may be one that a Reader has open.
+        manifest: the manifest, or a function that gives it, called after all tensors are written.
+        plans: the tensors, in file order.
+        compress: try zstd on each tensor, and keep it where it saves 5 % or more.
+        reserve: bytes to leave for the header beyond what is known at the start. A header that outgrows its place is
+            right all the same: the tensors are then moved up inside the temporary file.
+        progress: called with (logical bytes done, in all) after each tensor.
+    Returns:
+        The sizes.
+    Raises:
+        ValueError, TypeError: a plan, what it produced, or the manifest is wrong.
+        OSError: as the system gives it; `path` is then as it was (or new and whole, if only the folder's fsync failed).
+    """
+    plans = tuple(plans)
+    _check_plans(plans)
+    known = None if callable(manifest) else manifest
+    space = padded(len(_header(known, _worst_case(plans))) + reserve)
+    total = sum(plan.nbytes for plan in plans)
+    done = 0
+    tensors: list[TensorInfo] = []
+    with atomic_write(path) as out:
+        out.seek(space)
+        end = space
+        for plan in plans:
+            info = _write_tensor(out, plan, end, compress)
+            tensors.append(info)
+            end += info.padded
+            done += plan.nbytes
+            if progress is not None:
+                progress(done, total)
+        final = manifest() if callable(manifest) else manifest
+        _check_manifest(final, {plan.name for plan in plans})
+        header = _header(final, tensors, base=space)
+        if len(header) > space:
+            # Offsets count from the end of the header, so moving the tensors leaves the header as it is.
+            grown = padded(len(header))
+            out.move(space, end, grown)
+            end += grown - space
+            space = grown
+        out.seek(0)
+        out.write(_sealed(header, space))
+        out.truncate(end)
+    return WriteReport(os.fspath(path), end, space, end - space)
+
+
+def _check_plans(plans: tuple[TensorPlan, ...]) -> None:
+    names = [plan.name for plan in plans]
+    if len(set(names)) != len(names):
+        raise ValueError(f"[write_container] tensor names must differ, but got {sorted(n for n in names if names.count(n) > 1)}.")
+    for plan in plans:
+        if not is_tensor_name(plan.name):
+            raise ValueError(f"[write_container] {plan.name!r} is not a tensor name (A-Z a-z 0-9 _ . : -, no '..').")
+        if plan.dtype not in ITEM_BYTES:
+            raise ValueError(f"[write_container] {plan.name}: dtype must be one of {', '.join(ITEM_BYTES)}, but got {plan.dtype}.")
+        if len(plan.shape) > 32 or not all(isinstance(n, int) and n >= 0 for n in plan.shape):
+            raise ValueError(f"[write_container] {plan.name}: shape must be non-negative integers, but got {plan.shape}.")
+
+
+def _check_manifest(manifest: Manifest, names: set[str]) -> None:
+    """Refuse to write what the reader would refuse, as the caller's mistake that it is."""
+    try:
+        parse(loads(dumps(to_json(manifest)), "manifest"))
+        problems = reference_problems(manifest, names)
+    except KVError as error:
+        raise ValueError(f"[write_container] the manifest is not valid: {error}") from error
+    if problems:
+        raise ValueError(f"[write_container] the manifest is not valid: {problems[0]}")
+
+
+def _worst_case(plans: tuple[TensorPlan, ...]) -> list[TensorInfo]:
+    """Tensor entries at least as long in JSON as the real ones will be."""
+    sizes = [padded(plan.nbytes) for plan in plans]
+    last = sum(sizes)
+    return [
+        TensorInfo(plan.name, plan.dtype, plan.shape, plan.nbytes, plan.nbytes, size, last, "none", "0" * 64)
+        for plan, size in zip(plans, sizes, strict=True)
+    ]
+
+
+def _header(manifest: Manifest | None, tensors: Sequence[TensorInfo], base: int = 0) -> bytes:
+    """Length bytes and JSON with zeros for length and digest, unpadded. `base`: file offset of the first data byte."""
+    value: dict[str, Any] = {} if manifest is None else to_json(manifest)
+    value["tensors"] = {info.name: tensor_json(info) for info in tensors}
+    parts = [PREFIX.decode(), "0" * 64, '","kvtool":', dumps(dumps(value)), "}"]
+    for info in tensors:
+        dtype = info.dtype if info.encoding == "none" else "U8"
+        begin = info.offset - base
+        entry = {"dtype": dtype, "shape": [info.padded // ITEM_BYTES[dtype]], "data_offsets": [begin, begin + info.padded]}
+        parts.append(f",{dumps(info.name)}:{dumps(entry)}")
+    return bytes(8) + "".join([*parts, "}"]).encode()
+
+
+def _sealed(header: bytes, size: int) -> bytes:
+    """The header padded to `size` bytes, with its length and digest."""
+    if size - 8 > MAX_HEADER:
+        raise ValueError(f"[write_container] the header would have {size - 8} bytes, more than {MAX_HEADER}.")
+    raw = bytearray(header.ljust(size, b" "))
+    raw[:8] = (size - 8).to_bytes(8, "little")
+    raw[DIGEST_AT : DIGEST_AT + 64] = header_digest(bytes(raw)).encode()
+    return bytes(raw)
+
+
+def _write_tensor(out: AtomicFile, plan: TensorPlan, offset: int, compress: bool) -> TensorInfo:
+    data = _produced(plan)
+    encoding = "none"
+    if compress and _worth_compressing(data):
+        engine = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False, write_content_size=True).compressobj(size=len(data))
+        chunks = (data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK))
+        stored, digest = _write_padded(out, _compressed(engine, chunks))
+        if padded(stored) < _KEEP_BELOW * padded(len(data)) and len(data) <= stored * MAX_EXPANSION:
+            encoding = "zstd"
+        else:
+            out.seek(offset)
+            out.truncate(offset)
+    if encoding == "none":
+        # A chunk is copied before it is hashed and written, so that a source changing meanwhile cannot part the two.
+        stored, digest = _write_padded(out, (bytes(data[i : i + _CHUNK]) for i in range(0, len(data), _CHUNK)))
+    return TensorInfo(plan.name, plan.dtype, plan.shape, len(data), stored, padded(stored), offset, encoding, digest)
+
+
+def _compressed(engine: Any, chunks: Iterator[memoryview]) -> Iterator[bytes]:
+    for chunk in chunks:
+        yield engine.compress(chunk)
+    yield engine.flush()
+
+
+def _write_padded(out: AtomicFile, chunks: Iterator[bytes]) -> tuple[int, str]:
+    hasher = blake3.blake3()
+    stored = 0
+    for chunk in chunks:
+        hasher.update(chunk)
+        out.write(chunk)
+        stored += len(chunk)
+    padding = bytes(padded(stored) - stored)
+    hasher.update(padding)
+    out.write(padding)
+    return stored, hasher.hexdigest()
+
+
+def _produced(plan: TensorPlan) -> memoryview:
+    value = plan.produce()
+    if isinstance(value, np.ndarray):
+        expected = np.dtype(NUMPY[plan.dtype])
+        if value.dtype != expected or value.shape != plan.shape:
+            got = f"{value.dtype} {value.shape}"
+            raise ValueError(f"[write_container] {plan.name}: must be {expected} {plan.shape} for {plan.dtype}, but got {got}.")
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else memoryview(b"")
+    else:
+        data = memoryview(value).cast("B")
+    if len(data) != plan.nbytes:
+        raise ValueError(f"[write_container] {plan.name}: {plan.dtype} {plan.shape} has {plan.nbytes} bytes, but got {len(data)}.")
+    if plan.dtype == "BOOL" and len(data) and int(np.frombuffer(data, np.uint8).max()) > 1:
+        raise ValueError(f"[write_container] {plan.name}: BOOL bytes must be 0 or 1.")
+    return data
+
+
+def _worth_compressing(data: memoryview) -> bool:
+    if len(data) <= 4 * _SAMPLE:
+        return len(data) > 0
+    step = (len(data) - _SAMPLE) // 3
+    engine = zstandard.ZstdCompressor(level=_LEVEL)
+    size = sum(len(engine.compress(data[i * step : i * step + _SAMPLE])) for i in range(4))
+    return size < _KEEP_BELOW * 4 * _SAMPLE
+
+
+class Reader:
+    """An open file: manifest and tensor table at once, tensors on demand. A context manager.
+
+    The file stays readable while it is replaced or unlinked. Arrays that were handed out stay valid after `close`.
+    """
+
+    path: str
+    manifest: Manifest
+    tensors: dict[str, TensorInfo]
+    file_bytes: int
+    header_bytes: int
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        with naming(self.path), opened(self.path) as (fd, size):
+            found = examine(fd, size)
+            if found.problems:
+                raise found.problems[0]
+            # parse either gave the manifest or a problem.
+            assert found.manifest is not None
+            self.manifest = found.manifest
+            self.tensors = found.tensors
+            self.file_bytes = size
+            self.header_bytes = found.header_bytes
+            self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the file; the mapping itself lives as long as an array that shows it."""
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def array(self, name: str, *, verify: bool = True) -> np.ndarray:
+        """One tensor in its logical shape, read-only: a view of the mapped file, or decompressed if it is zstd.
+
+        Args:
+            name: a key of `tensors`.
+            verify: compare the digest of the stored bytes first.
+        Returns:
+            BF16 as uint16, BOOL as bool, else the dtype itself.
+        Raises:
+            KeyError: no such tensor.
+            IntegrityError: digest, padding or zstd frame is wrong.
+        """
+        with naming(self.path):
+            return tensor_array(self._map, self.tensors[name], verify=verify)
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[Defect]:
+        """Read every tensor with its checks, one at a time, and return those that fail.
+
+        Args:
+            progress: called with (stored bytes done, in all) after each tensor.
+        """
+        defects = []
+        done, total = 0, sum(info.padded for info in self.tensors.values())
+        for name, info in self.tensors.items():
+            try:
+                self.array(name)
+            except KVError as error:
+                defects.append(Defect(name, error))
+            done += info.padded
+            if progress is not None:
+                progress(done, total)
+        return defects
+
+
+def open_container(path: str | os.PathLike[str]) -> Reader:
+    """Open a file; everything that the header can tell is checked, the tensors when they are read.
+
+    Raises:
+        KVError: what is wrong with the file.
+        OSError: it cannot be read at all.
+    """
+    return Reader(path)
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Context manager: a KVError that passes through learns which file it is about."""
+    try:
+        yield
+    except KVError as error:
+        error.path = error.path or path
+        raise
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[tuple[int, int]]:
+    """Context manager: descriptor and size of a regular file.
+
+    Raises:
+        NotKvtoolError: a folder, device or pipe.
+        OSError: it cannot be opened.
+    """
+    # Non-blocking, or opening a pipe would wait for its writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotKvtoolError("a folder, not a file" if stat.S_ISDIR(status.st_mode) else "not a regular file")
+        yield fd, status.st_size
+    finally:
+        os.close(fd)
+
+
+def tensor_array(data: "mmap.mmap | memoryview", info: TensorInfo, *, verify: bool = True) -> np.ndarray:
+    """One tensor out of the bytes of a file; see `Reader.array`."""
+    if info.bytes == 0 and info.padded == 0:
+        return np.zeros(info.shape, NUMPY[info.dtype])
+    stored = np.frombuffer(data, np.uint8, info.padded, info.offset)
+    if verify:
+        digest = blake3.blake3(stored.data).hexdigest()
+        if digest != info.blake3:
+            raise DigestError(f"tensor {info.name!r} has digest {digest}, recorded is {info.blake3}")
+    if stored[info.stored :].any():
+        raise PaddingError(f"tensor {info.name!r}: the {info.padded - info.stored} padding bytes are not all zero")
+    if info.encoding == "zstd":
+        plain = np.frombuffer(_decompress(stored[: info.stored].data, info), np.uint8)
+    else:
+        plain = stored[: info.bytes]
+    if info.dtype == "BOOL" and plain.size and int(plain.max()) > 1:
+        raise LayoutError(f"tensor {info.name!r}: a BOOL byte is neither 0 nor 1")
+    return plain.view(NUMPY[info.dtype]).reshape(info.shape)
+
+
+def _decompress(frame: memoryview, info: TensorInfo) -> bytes:
+    """Exactly info.bytes bytes out of exactly one frame that records its size."""
+    try:
+        parameters = zstandard.get_frame_parameters(frame)
+        if parameters.content_size != info.bytes or parameters.dict_id:
+            raise CompressionError(f"tensor {info.name!r}: the zstd frame gives {parameters.content_size} bytes, recorded are {info.bytes}")
+        engine = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        plain: bytes = engine.decompress(frame, max_output_size=info.bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CompressionError(f"tensor {info.name!r}: the zstd frame is corrupt: {error}") from None
+    if len(plain) != info.bytes:
+        raise CompressionError(f"tensor {info.name!r}: the zstd frame expands to {len(plain)} bytes, recorded are {info.bytes}")
+    return plain

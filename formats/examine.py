@@ -1,0 +1,192 @@
+"""What the header of a kvtool file says, and everything that can be wrong with it, in O(header) time.
+
+The header begins with PREFIX, then the 64 hex digits of its own blake3, at a fixed place: so a file is recognised, and its header
+proven whole, before any JSON is parsed. `open_container` raises the first problem found here; `check` reports all of them.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import blake3
+
+from formats.errors import DigestError, HeaderDigestError, HeaderError, KVError, LayoutError, ManifestError, NotKvtoolError
+from formats.foreign.mlx_lm import version_of
+from formats.header import Entry, Header, check_extents, count, is_tensor_name, parse_entries, parse_json, read_raw
+from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Node, Role, parse
+from formats.strict_json import loads
+
+ALIGNMENT = 64
+FORMAT = "kvtool"
+PREFIX = b'{"__metadata__":{"format":"kvtool","header_blake3":"'
+DIGEST_AT = 8 + len(PREFIX)
+ENCODINGS = ("none", "zstd")
+# The most that a zstd payload may expand; the writer stores raw what would expand more.
+MAX_EXPANSION = 1024
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: logical dtype, shape and `bytes`; `stored` payload bytes at `offset` in the file, zero padded to `padded`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    stored: int
+    padded: int
+    offset: int
+    encoding: str
+    blake3: str
+
+
+@dataclass
+class Examination:
+    """The result: as much as could be read, and the problems in the order they were met."""
+
+    header_bytes: int = 0
+    manifest: Manifest | None = None
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    problems: list[KVError] = field(default_factory=list)
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to the alignment."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def header_digest(raw: bytes) -> str:
+    """Blake3, in hex, of length bytes and header, with '0' for the 64 digits at DIGEST_AT."""
+    hasher = blake3.blake3(raw[:DIGEST_AT])
+    hasher.update(b"0" * 64)
+    hasher.update(memoryview(raw)[DIGEST_AT + 64 :])
+    return hasher.hexdigest()
+
+
+def examine(fd: int, size: int) -> Examination:
+    """Read and examine the header of an open file of `size` bytes. Raises nothing about its content; see `problems`."""
+    found = Examination()
+    try:
+        raw = read_raw(fd, size)
+        found.header_bytes = len(raw)
+        _recognise(raw)
+        if len(raw) % ALIGNMENT:
+            found.problems.append(HeaderError(f"length bytes and header are {len(raw)} bytes, not a multiple of {ALIGNMENT}"))
+        recorded, actual = raw[DIGEST_AT : DIGEST_AT + 64], header_digest(raw)
+        if recorded != actual.encode():
+            shown = recorded.decode("ascii", "replace")
+            found.problems.append(HeaderDigestError(f"the header has digest {actual}, recorded is {shown}"))
+        obj = parse_json(raw)
+        before = len(found.problems)
+        header = parse_entries(obj, raw, found.problems)
+        if len(found.problems) == before:
+            check_extents(header, size, found.problems, in_order=True)
+        _read_manifest(header, found)
+    except KVError as error:
+        found.problems.append(error)
+    return found
+
+
+def _recognise(raw: bytes) -> None:
+    """Raise what the file is, if it does not begin as a kvtool file does."""
+    if raw[8:DIGEST_AT] == PREFIX and len(raw) >= DIGEST_AT + 64:
+        return
+    try:
+        header = parse_entries(parse_json(raw), raw, [])
+    except HeaderError as error:
+        raise HeaderError(f"{error.what} (and it does not begin as a kvtool file does)") from None
+    if header.metadata.get("format") == FORMAT or "kvtool" in header.metadata or "header_blake3" in header.metadata:
+        raise HeaderDigestError("the header's digest is not at its place: damaged, or rewritten by another program")
+    version = version_of(header.metadata)
+    if version is not None:
+        raise NotKvtoolError(f"not a kvtool file: it looks like an mlx-lm prompt cache of version {version}", hint="import it first")
+    raise NotKvtoolError(f"not a kvtool file: a safetensors file of {len(header.entries)} tensors without kvtool's metadata")
+
+
+def _read_manifest(header: Header, found: Examination) -> None:
+    if set(header.metadata) != {"format", "header_blake3", "kvtool"}:
+        raise HeaderError(f"header: __metadata__ must have format, header_blake3 and kvtool, but has {sorted(header.metadata)}"[:200])
+    root = Node(loads(header.metadata["kvtool"], "manifest"))
+    # The manifest first: a newer schema may describe its tensors in another way.
+    try:
+        found.manifest = parse(root.value)
+    except (ManifestError, DigestError) as error:
+        found.problems.append(error)
+    table = dict(root.key("tensors").items())
+    for name in sorted(set(header.entries) - set(table)):
+        found.problems.append(ManifestError(f"$.tensors: tensor {name[:80]!r} of the file is missing"))
+    for name, node in table.items():
+        try:
+            info = _tensor(name, node, header.entries.get(name), found.header_bytes)
+        except KVError as error:
+            found.problems.append(error)
+        else:
+            found.tensors[name] = info
+    # In the order of the file, so that a walk over them reads forwards.
+    found.tensors = dict(sorted(found.tensors.items(), key=lambda item: item[1].offset))
+    if found.manifest is not None:
+        found.problems.extend(reference_problems(found.manifest, table))
+
+
+def _tensor(name: str, node: Node, entry: Entry | None, header_bytes: int) -> TensorInfo:
+    if not is_tensor_name(name):
+        raise LayoutError(f"tensor name {name[:80]!r} is not allowed")
+    if entry is None:
+        raise node.fail("the file has no such tensor")
+    info = TensorInfo(
+        name=name,
+        dtype=node.key("dtype").choice(tuple(ITEM_BYTES)),
+        shape=tuple(n.integer(0, 1 << 48) for n in node.key("shape").elements()[:33]),
+        bytes=node.key("bytes").integer(),
+        stored=node.key("stored").integer(),
+        padded=entry.end - entry.begin,
+        offset=header_bytes + entry.begin,
+        encoding=node.key("encoding").choice(ENCODINGS),
+        blake3=node.key("blake3").digest(),
+    )
+    if len(info.shape) > 32:
+        raise LayoutError(f"tensor {name!r}: more than 32 dimensions")
+    if entry.begin % ALIGNMENT or info.padded % ALIGNMENT:
+        raise LayoutError(f"tensor {name!r}: bytes {entry.begin} .. {entry.end} are not multiples of {ALIGNMENT}")
+    need = count(info.shape) * ITEM_BYTES[info.dtype]
+    if need != info.bytes:
+        raise LayoutError(f"tensor {name!r}: shape {list(info.shape)} of {info.dtype} needs {need} bytes, recorded are {info.bytes}")
+    if info.padded != padded(info.stored):
+        raise LayoutError(f"tensor {name!r}: {info.stored} stored bytes need {padded(info.stored)} with padding, but have {info.padded}")
+    if info.encoding == "none" and info.stored != info.bytes:
+        raise LayoutError(f"tensor {name!r}: {info.bytes} bytes, but {info.stored} stored without compression")
+    if info.encoding == "zstd" and info.bytes > info.stored * MAX_EXPANSION:
+        raise LayoutError(f"tensor {name!r}: {info.stored} stored bytes may not expand to {info.bytes}, more than {MAX_EXPANSION}-fold")
+    dtype = info.dtype if info.encoding == "none" else "U8"
+    if entry.dtype != dtype or entry.shape != (info.padded // ITEM_BYTES[dtype],):
+        raise LayoutError(f"tensor {name!r}: laid out as {entry.dtype} {list(entry.shape)}, must be {dtype} of one dimension")
+    return info
+
+
+def reference_problems(manifest: Manifest, names: "dict[str, Node] | set[str]") -> list[KVError]:
+    """A ManifestError for each tensor that the manifest names and `names` does not have."""
+    problems: list[KVError] = []
+
+    def role(value: Role | None, path: str) -> None:
+        for i, segment in enumerate(value.segments if value else ()):
+            for part, name in segment.tensors.items():
+                if name not in names:
+                    problems.append(ManifestError(f"{path}.segments[{i}].tensors.{part}: there is no tensor {name[:80]!r}"))
+
+    def cache(value: CacheInfo, path: str) -> None:
+        role(value.k, f"{path}.k")
+        role(value.v, f"{path}.v")
+        for i, array in enumerate(value.arrays):
+            if array is not None and array.tensor not in names:
+                problems.append(ManifestError(f"{path}.arrays[{i}].tensor: there is no tensor {array.tensor[:80]!r}"))
+        for i, sub in enumerate(value.caches):
+            cache(sub, f"{path}.caches[{i}]")
+
+    for i, layer in enumerate(manifest.layers):
+        cache(layer, f"$.layers[{i}]")
+    return problems
+
+
+def tensor_json(info: TensorInfo) -> dict[str, object]:
+    """A tensor's entry in the manifest."""
+    value = dataclasses.asdict(info)
+    return {key: value[key] for key in ("dtype", "shape", "bytes", "stored", "encoding", "blake3")}

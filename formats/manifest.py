@@ -1,0 +1,410 @@
+"""The manifest: what a file holds, as frozen dataclasses, with strict parsing that names the JSON path of each defect.
+
+`parse(to_json(m)) == m`. Unknown keys are ignored wherever they stand (a later minor version may add some); a feature that an
+old reader must not ignore is named in `requires`, and an unknown entry there is refused. Field by field: SPEC.md.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import blake3
+import numpy as np
+
+from formats.errors import DigestError, ManifestError, VersionError
+
+JSON = Any
+SCHEMA = 1
+KNOWN_REQUIRES: frozenset[str] = frozenset()
+MAX_NESTING = 8
+FRAMES = ("post", "pre")
+ATTENTION = ("full", "sliding", "chunked", "state", "list")
+PAIRINGS = ("half", "interleaved")
+# dtype name -> bytes per element; F64 and the 8-bit floats are not part of the format.
+ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8}
+CACHE_DTYPES = ("F32", "F16", "BF16")
+_HEX = re.compile(r"[0-9a-f]{64}")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model that the cache belongs to. `weights` and `tokenizer` are blake3 digests in hex, or None if unknown."""
+
+    name: str
+    architecture: str
+    weights: str | None = None
+    tokenizer: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class CodecInfo:
+    """A codec with everything its decoder needs besides the tensors; opaque here."""
+
+    id: str
+    params: dict[str, JSON] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows [rows[0], rows[1]) of one role, coded by codecs[codec]. `frame`: keys as cached ("post" RoPE) or before RoPE ("pre").
+
+    tensors: part name of the codec -> tensor name in the file.
+    """
+
+    rows: tuple[int, int]
+    codec: int
+    frame: str
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Role:
+    """Keys or values of one cache: (heads, S, dim) of `dtype` when decoded; `rope` indexes Manifest.ropes; segments tile [0, S)."""
+
+    heads: int
+    dim: int
+    dtype: str
+    rope: int | None
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """A recurrent state, stored verbatim in the tensor named `tensor`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: str
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """One cache of one layer.
+
+    cls: the mlx-lm class name. offset: tokens seen, which is the position of the next one. positions: [start, stop) ranges
+    of the stored rows, in row order; together S rows. params: what else the class needs (max_size, keep, chunk_size ...).
+    """
+
+    cls: str
+    attention: str
+    window: int | None
+    offset: int
+    positions: tuple[tuple[int, int], ...]
+    k: Role | None = None
+    v: Role | None = None
+    arrays: tuple[StateArray | None, ...] = ()
+    params: dict[str, JSON] = field(default_factory=dict)
+    caches: tuple["CacheInfo", ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """S: the number of stored rows."""
+        return sum(stop - start for start, stop in self.positions)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids and the blake3 of them as little-endian int32."""
+
+    ids: tuple[int, ...]
+    blake3: str
+
+    @classmethod
+    def of(cls, ids: "list[int] | tuple[int, ...] | np.ndarray") -> "Tokens":
+        """Token ids (integers in 0 .. 2**31 - 1) with their digest computed.
+
+        Raises:
+            ValueError: an id is out of range.
+        """
+        plain = tuple(int(i) for i in ids)
+        return cls(plain, tokens_digest(plain))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the file holds. `length`: tokens that a reader may reuse; `quality`: one entry per lossy step, each with "step"."""
+
+    model: ModelInfo
+    length: int
+    layers: tuple[CacheInfo, ...]
+    codecs: tuple[CodecInfo, ...] = ()
+    ropes: tuple[dict[str, JSON], ...] = ()
+    tokens: Tokens | None = None
+    quality: tuple[dict[str, JSON], ...] = ()
+    producer: dict[str, str] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()
+    extra: dict[str, JSON] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+
+def tokens_digest(ids: tuple[int, ...]) -> str:
+    """Blake3, in hex, over token ids as little-endian int32.
+
+    Raises:
+        ValueError: an id is outside 0 .. 2**31 - 1.
+    """
+    if ids and not (min(ids) >= 0 and max(ids) < 1 << 31):
+        raise ValueError(f"[tokens_digest] token ids must be in 0 .. 2**31 - 1, but got {min(ids)} .. {max(ids)}.")
+    return blake3.blake3(np.array(ids, dtype="<i4").tobytes()).hexdigest()
+
+
+def to_json(manifest: Manifest) -> dict[str, JSON]:
+    """The manifest as plain JSON values (without "tensors", which the container adds)."""
+    return {
+        "schema": manifest.schema,
+        "requires": list(manifest.requires),
+        "producer": dict(manifest.producer),
+        "model": dict(vars(manifest.model)),
+        "tokens": None if manifest.tokens is None else {"ids": list(manifest.tokens.ids), "blake3": manifest.tokens.blake3},
+        "length": manifest.length,
+        "codecs": [{"id": codec.id, "params": codec.params} for codec in manifest.codecs],
+        "ropes": [dict(rope) for rope in manifest.ropes],
+        "layers": [_cache_json(cache) for cache in manifest.layers],
+        "quality": [dict(entry) for entry in manifest.quality],
+        "extra": manifest.extra,
+    }
+
+
+def _cache_json(cache: CacheInfo) -> dict[str, JSON]:
+    return {
+        "cls": cache.cls,
+        "attention": cache.attention,
+        "window": cache.window,
+        "offset": cache.offset,
+        "positions": [list(span) for span in cache.positions],
+        "k": None if cache.k is None else _role_json(cache.k),
+        "v": None if cache.v is None else _role_json(cache.v),
+        "arrays": [None if a is None else {"dtype": a.dtype, "shape": list(a.shape), "tensor": a.tensor} for a in cache.arrays],
+        "params": cache.params,
+        "caches": [_cache_json(sub) for sub in cache.caches],
+    }
+
+
+def _role_json(role: Role) -> dict[str, JSON]:
+    segments = [{"rows": list(s.rows), "codec": s.codec, "frame": s.frame, "tensors": dict(s.tensors)} for s in role.segments]
+    return {"heads": role.heads, "dim": role.dim, "dtype": role.dtype, "rope": role.rope, "segments": segments}
+
+
+class Node:
+    """A JSON value with the path it stands at; the accessors raise ManifestError naming that path."""
+
+    def __init__(self, value: JSON, path: str = "$") -> None:
+        self.value = value
+        self.path = path
+
+    def fail(self, what: str) -> ManifestError:
+        return ManifestError(f"{self.path}: {what}")
+
+    def _is(self, kind: type[T], name: str) -> T:
+        if type(self.value) is not kind:
+            raise self.fail(f"must be {name}, but is {_show(self.value)}")
+        return self.value
+
+    def key(self, name: str) -> "Node":
+        members = self.members()
+        if name not in members:
+            raise self.fail(f"field {name!r} is missing")
+        return Node(members[name], f"{self.path}.{name}")
+
+    def members(self) -> dict[str, JSON]:
+        return self._is(dict, "an object")
+
+    def items(self) -> list[tuple[str, "Node"]]:
+        return [(name, Node(value, f"{self.path}.{name}")) for name, value in self.members().items()]
+
+    def raw_elements(self) -> list[JSON]:
+        return self._is(list, "a list")
+
+    def elements(self) -> list["Node"]:
+        return [Node(value, f"{self.path}[{i}]") for i, value in enumerate(self.raw_elements())]
+
+    def text(self, pattern: re.Pattern[str] | None = None) -> str:
+        text = self._is(str, "a string")
+        if pattern is not None and not pattern.fullmatch(text):
+            raise self.fail(f"malformed: {_show(text)}")
+        return text
+
+    def digest(self) -> str:
+        return self.text(_HEX)
+
+    def choice(self, choices: tuple[str, ...]) -> str:
+        text = self._is(str, "a string")
+        if text not in choices:
+            raise self.fail(f"must be one of {', '.join(choices)}, but is {_show(text)}")
+        return text
+
+    def integer(self, low: int = 0, high: int = (1 << 63) - 1) -> int:
+        number = self._is(int, "an integer")
+        if not low <= number <= high:
+            raise self.fail(f"must be in {low} .. {high}, but is {number}")
+        return number
+
+    def number(self) -> float:
+        if type(self.value) not in (int, float):
+            raise self.fail(f"must be a number, but is {_show(self.value)}")
+        return float(self.value)
+
+    def optional(self, read: Callable[["Node"], T]) -> T | None:
+        return None if self.value is None else read(self)
+
+    def span(self) -> tuple[int, int]:
+        ends = self.elements()
+        if len(ends) != 2:
+            raise self.fail(f"must have 2 numbers, but has {len(ends)}")
+        start, stop = ends[0].integer(), ends[1].integer()
+        if start >= stop:
+            raise self.fail(f"range [{start}, {stop}) is empty or reversed")
+        return start, stop
+
+
+def _show(value: JSON) -> str:
+    text = repr(value) if not isinstance(value, (dict, list)) else f"a {type(value).__name__} of {len(value)}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def parse(obj: JSON) -> Manifest:
+    """A manifest from plain JSON values, strictly.
+
+    Raises:
+        VersionError: a newer schema, or a required feature this version does not know.
+        ManifestError: a field is missing, of the wrong type, out of range, or at odds with another.
+        DigestError: the token ids do not match their digest.
+    """
+    root = Node(obj)
+    schema = root.key("schema").integer(1)
+    if schema > SCHEMA:
+        raise VersionError(f"$.schema: {schema} is newer than {SCHEMA}, the newest this version reads", hint="upgrade kvtool")
+    requires = tuple(entry.text() for entry in root.key("requires").elements())
+    unknown = sorted(set(requires) - KNOWN_REQUIRES)
+    if unknown:
+        raise VersionError(f"$.requires: needs {', '.join(unknown)}, which this version does not have", hint="upgrade kvtool")
+    tokens = root.key("tokens").optional(_tokens)
+    length_node = root.key("length")
+    length = length_node.integer()
+    if tokens is not None and length > len(tokens.ids):
+        raise length_node.fail(f"{length} usable tokens, but only {len(tokens.ids)} token ids")
+    codecs = tuple(CodecInfo(c.key("id").text(), c.key("params").members()) for c in root.key("codecs").elements())
+    ropes = tuple(_rope(node) for node in root.key("ropes").elements())
+    return Manifest(
+        schema=schema,
+        requires=requires,
+        producer={name: node.text() for name, node in root.key("producer").items()},
+        model=_model(root.key("model")),
+        tokens=tokens,
+        length=length,
+        codecs=codecs,
+        ropes=ropes,
+        layers=tuple(_cache(node, len(codecs), len(ropes), 0) for node in root.key("layers").elements()),
+        quality=tuple(_quality(node) for node in root.key("quality").elements()),
+        extra=root.key("extra").members(),
+    )
+
+
+def _model(node: Node) -> ModelInfo:
+    return ModelInfo(
+        name=node.key("name").text(),
+        architecture=node.key("architecture").text(),
+        weights=node.key("weights").optional(lambda n: n.digest()),
+        tokenizer=node.key("tokenizer").optional(lambda n: n.digest()),
+        dtype=node.key("dtype").optional(lambda n: n.text()),
+    )
+
+
+def _tokens(node: Node) -> Tokens:
+    ids_node = node.key("ids")
+    ids = tuple(ids_node.raw_elements())
+    if not all(type(i) is int for i in ids):
+        raise ids_node.fail("holds something other than integers")
+    recorded = node.key("blake3").digest()
+    try:
+        digest = tokens_digest(ids)
+    except ValueError:
+        raise ids_node.fail(f"token ids must be in 0 .. 2**31 - 1, but are {min(ids)} .. {max(ids)}") from None
+    if digest != recorded:
+        raise DigestError(f"{node.path}: the {len(ids)} token ids have digest {digest}, recorded is {recorded}")
+    return Tokens(ids, recorded)
+
+
+def _rope(node: Node) -> dict[str, JSON]:
+    node.key("kind").text()
+    dims_node = node.key("dims")
+    dims = dims_node.integer(2)
+    if dims % 2:
+        raise dims_node.fail(f"must be even, but is {dims}")
+    node.key("pairing").choice(PAIRINGS)
+    base = node.key("base").optional(lambda n: n.number())
+    node.key("scale").number()
+    periods = node.key("periods").optional(lambda n: [p.optional(lambda q: q.number()) for p in n.elements()])
+    node.key("magnitude").number()
+    if (base is None) == (periods is None):
+        raise node.fail("needs exactly one of base and periods")
+    if periods is not None and len(periods) != dims // 2:
+        raise node.fail(f"has {len(periods)} periods for {dims} dims, must be {dims // 2}")
+    return node.members()
+
+
+def _quality(node: Node) -> dict[str, JSON]:
+    node.key("step").text()
+    return node.members()
+
+
+def _cache(node: Node, codecs: int, ropes: int, depth: int) -> CacheInfo:
+    if depth >= MAX_NESTING:
+        raise node.fail(f"caches nested more than {MAX_NESTING} deep")
+    positions = tuple(span.span() for span in node.key("positions").elements())
+    rows = sum(stop - start for start, stop in positions)
+    return CacheInfo(
+        cls=node.key("cls").text(),
+        attention=node.key("attention").choice(ATTENTION),
+        window=node.key("window").optional(lambda n: n.integer(1)),
+        offset=node.key("offset").integer(),
+        positions=positions,
+        k=node.key("k").optional(lambda n: _role(n, rows, codecs, ropes)),
+        v=node.key("v").optional(lambda n: _role(n, rows, codecs, ropes)),
+        arrays=tuple(child.optional(_state_array) for child in node.key("arrays").elements()),
+        params=node.key("params").members(),
+        caches=tuple(_cache(child, codecs, ropes, depth + 1) for child in node.key("caches").elements()),
+    )
+
+
+def _role(node: Node, rows: int, codecs: int, ropes: int) -> Role:
+    segments = tuple(_segment(child, codecs) for child in node.key("segments").elements())
+    expected = 0
+    for i, segment in enumerate(segments):
+        if segment.rows[0] != expected:
+            raise node.fail(f"segments[{i}] starts at row {segment.rows[0]}, must start at {expected}")
+        expected = segment.rows[1]
+    if expected != rows:
+        raise node.fail(f"segments end at row {expected}, but positions give {rows} rows")
+    return Role(
+        heads=node.key("heads").integer(0, 1 << 31),
+        dim=node.key("dim").integer(0, 1 << 31),
+        dtype=node.key("dtype").choice(CACHE_DTYPES),
+        rope=node.key("rope").optional(lambda n: n.integer(0, ropes - 1) if ropes else _no_such(n, "rope")),
+        segments=segments,
+    )
+
+
+def _no_such(node: Node, what: str) -> int:
+    raise node.fail(f"there is no {what} {_show(node.value)}")
+
+
+def _segment(node: Node, codecs: int) -> Segment:
+    codec = node.key("codec")
+    return Segment(
+        rows=node.key("rows").span(),
+        codec=codec.integer(0, codecs - 1) if codecs else _no_such(codec, "codec"),
+        frame=node.key("frame").choice(FRAMES),
+        tensors={part: name.text() for part, name in node.key("tensors").items()},
+    )
+
+
+def _state_array(node: Node) -> StateArray:
+    return StateArray(
+        dtype=node.key("dtype").choice(tuple(ITEM_BYTES)),
+        shape=tuple(size.integer() for size in node.key("shape").elements()),
+        tensor=node.key("tensor").text(),
+    )
