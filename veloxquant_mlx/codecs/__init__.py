@@ -1,0 +1,89 @@
+"""The registry of codecs, and the spec strings that choose one for keys, one for values and which rows stay exact.
+
+SPEC  = CODEC | FIELD, or several, with commas      rvq-2+2        rabitq,sink=4,recent=32        k=rabitq,v=rvq-2+2,frame=pre
+FIELD = k=CODEC | v=CODEC | sink=N | recent=N | frame=post|pre
+CODEC = raw | rvq-N[:OPTION...] | rvq-A+B[:OPTION...] | rabitq[:OPTION...]
+OPTION = norm | ls | unbiased | center | nocenter | seed=N
+"""
+
+from dataclasses import dataclass
+
+from veloxquant_mlx.codecs._base import Codec, Frame, RoleName
+from veloxquant_mlx.codecs.rabitq import Rabitq
+from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.codecs.rvq import Rvq
+
+__all__ = ["CODECS", "Codec", "CodecPlan", "parse_codec"]
+
+CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Rvq, Rabitq)}
+KNOWN = "raw, rvq-N (rvq-4), rvq-A+B (rvq-2+2), rabitq; per role k=... and v=...; sink=N, recent=N, frame=post|pre"
+
+
+@dataclass(frozen=True)
+class CodecPlan:
+    """What to do with one cache.
+
+    Attributes:
+        k: codec of the keys.
+        v: codec of the values.
+        sink: positions below this stay exact.
+        recent: this many newest rows stay exact.
+        frame: "post" or "pre" for the keys, or None for the codec's own choice.
+    """
+
+    k: Codec
+    v: Codec
+    sink: int = 0
+    recent: int = 0
+    frame: Frame | None = None
+
+    def spec(self) -> str:
+        """The shortest spec string that `parse_codec` reads back as this plan."""
+        k, v = self.k.spec("k"), self.v.spec("v")
+        fields = [k] if _codec(k, "v") == self.v else [f"k={k}", f"v={v}"]
+        fields += [f"{name}={value}" for name, value in (("sink", self.sink), ("recent", self.recent)) if value]
+        return ",".join(fields + ([f"frame={self.frame}"] if self.frame else []))
+
+
+def parse_codec(spec: str) -> CodecPlan:
+    """Read a spec string.
+
+    Args:
+        spec: as in the module's grammar.
+
+    Raises:
+        ValueError: what is wrong with it, and what exists.
+    """
+    fields: dict[str, str] = {}
+    for text in spec.split(","):
+        key, separator, value = text.strip().partition("=")
+        # An option such as seed=7 has its equals sign after a colon; it does not make a field.
+        if not separator or ":" in key:
+            key, value = "both", text.strip()
+        if key in fields:
+            raise ValueError(f"[parse_codec] {spec!r}: {'two codecs for both roles' if key == 'both' else f'{key}= stands twice'}.")
+        fields[key] = value
+    unknown = sorted(set(fields) - {"both", "k", "v", "sink", "recent", "frame"})
+    if unknown:
+        raise ValueError(f"[parse_codec] {spec!r}: unknown field {unknown[0]!r}; there are {KNOWN}.")
+    for role in ("k", "v"):
+        if "both" not in fields and role not in fields:
+            raise ValueError(f"[parse_codec] {spec!r}: no codec for {'keys' if role == 'k' else 'values'}; there are {KNOWN}.")
+    if fields.get("frame") not in (None, "post", "pre"):
+        raise ValueError(f"[parse_codec] {spec!r}: frame must be post or pre, but got {fields['frame']!r}.")
+    k, v = (_codec(fields.get(role, fields.get("both", "")), role) for role in ("k", "v"))
+    return CodecPlan(k, v, *(_count(spec, name, fields.get(name, "0")) for name in ("sink", "recent")), frame=fields.get("frame"))
+
+
+def _codec(text: str, role: RoleName) -> Codec:
+    for codec in CODECS.values():
+        found = codec.parse(text, role)
+        if found is not None:
+            return found
+    raise ValueError(f"[parse_codec] no codec {text!r}; there are {KNOWN}.")
+
+
+def _count(spec: str, name: str, value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError(f"[parse_codec] {spec!r}: {name} must be a whole number, but got {value!r}.")
+    return int(value)

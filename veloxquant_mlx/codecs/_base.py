@@ -1,0 +1,130 @@
+"""What every codec promises: an (H, S, D) array in, named parts out, and back.
+
+A codec is a small frozen dataclass. All that decoding needs, besides the parts themselves, is in `to_params`, as JSON, so that a file
+decodes without this package's defaults or tables. Parts are stored as they are: row-major, little-endian, the packed axis last.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from math import prod
+from typing import ClassVar, Literal, Self
+
+import mlx.core as mx
+
+Shape = tuple[int, int, int]  # H, S, D
+RoleName = Literal["k", "v"]
+Frame = Literal["post", "pre"]
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+
+DTYPES = {"U8": mx.uint8, "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}  # safetensors name -> dtype of a part
+FLOATS = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
+BLOCK_VALUES = 1 << 20  # values per block: about 4 MiB for each float32 temporary
+
+
+class Codec(ABC):
+    """One way to store the keys or the values of a layer. Instances are equal when they encode and decode alike."""
+
+    id: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, text: str, role: RoleName) -> "Codec | None":
+        """The codec that a spec string names for a role, defaults filled in; None if the string is not this codec's.
+
+        Raises:
+            ValueError: the string is this codec's, but its options are wrong.
+        """
+
+    @abstractmethod
+    def spec(self, role: RoleName | None = None) -> str:
+        """Spec string, which `parse` reads back.
+
+        Args:
+            role: leave out what is the default for this role; None spells out every option, so that the string means this codec anywhere.
+        """
+
+    @abstractmethod
+    def to_params(self) -> dict:
+        """JSON object with everything that decoding needs besides the parts."""
+
+    @classmethod
+    @abstractmethod
+    def from_params(cls, params: dict) -> Self:
+        """The codec that `to_params` described.
+
+        Raises:
+            formats.errors.ManifestError: a field is missing or impossible.
+        """
+
+    @abstractmethod
+    def default_frame(self, role: RoleName) -> Frame:
+        """Which keys it codes best: as cached ("post" RoPE), or with the rotation undone ("pre")."""
+
+    @abstractmethod
+    def layout(self, shape: Shape, dtype: mx.Dtype) -> Layout:
+        """Safetensors dtype and shape of every part that `encode` returns for such an array.
+
+        Args:
+            shape: (H, S, D).
+            dtype: float16, bfloat16 or float32.
+        """
+
+    @abstractmethod
+    def encode(self, x: mx.array) -> dict[str, mx.array]:
+        """Compress an array.
+
+        Args:
+            x: (H, S, D), float16, bfloat16 or float32; S may be 0.
+
+        Returns:
+            The parts of `layout(x.shape, x.dtype)`, evaluated. Temporaries take a few times BLOCK_VALUES.
+
+        Raises:
+            TypeError: x is not floating-point.
+            ValueError: x is not 3-D, or has values the codec cannot hold; the message says how many and where.
+        """
+
+    @abstractmethod
+    def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+        """Rebuild the array.
+
+        Args:
+            parts: what `encode` returned, or the same read from a file; a BF16 part may come as its uint16 bits.
+            shape: (H, S, D) of the array that was encoded.
+            dtype: of the result.
+
+        Raises:
+            ValueError: a part is missing, or has another dtype or shape than `layout` says.
+        """
+
+    def nbytes(self, shape: Shape, dtype: mx.Dtype) -> int:
+        """Bytes of all parts, side information included, before any padding of the container."""
+        return sum(DTYPES[part_dtype].size * prod(part_shape) for part_dtype, part_shape in self.layout(shape, dtype).values())
+
+    def _check_input(self, x: mx.array) -> None:
+        if x.dtype not in FLOATS:
+            raise TypeError(f"[{self.id}] x must be float16, bfloat16 or float32, but got {x.dtype}.")
+        if x.ndim != 3:
+            raise ValueError(f"[{self.id}] x must be (H, S, D), but got {tuple(x.shape)}.")
+
+    def _checked_parts(self, parts: dict[str, mx.array], layout: Layout) -> dict[str, mx.array]:
+        """The parts of a layout, BF16 ones as bfloat16 arrays."""
+        checked = {}
+        for name, (dtype, shape) in layout.items():
+            if name not in parts:
+                raise ValueError(f"[{self.id}] part {name!r} is missing; got {sorted(parts)}.")
+            part = parts[name]
+            if dtype == "BF16" and part.dtype == mx.uint16:
+                part = part.view(mx.bfloat16)
+            got = "U8" if part.dtype == mx.uint8 else FLOATS.get(part.dtype, str(part.dtype))
+            if got != dtype or tuple(part.shape) != shape:
+                raise ValueError(f"[{self.id}] part {name!r} must be {dtype} {shape}, but got {got} {tuple(part.shape)}.")
+            checked[name] = part
+        return checked
+
+
+def token_blocks(shape: Shape) -> Iterator[slice]:
+    """Slices of the token axis with about BLOCK_VALUES values each."""
+    heads, tokens, dim = shape
+    step = max(1, BLOCK_VALUES // max(1, heads * dim))
+    return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))

@@ -1,0 +1,250 @@
+"""Core of the codecs that rotate, then code every coordinate with a fixed table: rvq and rabitq.
+
+    x' = x - mean                 per head, only with `center`
+    y  = R x' / s0                R: randomised rotation; s0 = |x'| / sqrt(D), so that y has unit variance
+    q  = c1[i1] (+ c2[i2])        i1 the nearest codeword to y, i2 the nearest to y - c1[i1]
+    x^ = s R^T q + mean           s: one bfloat16 per (head, token)
+
+The scale s corrects what the tables get wrong about this very row. With a = s / s0:
+
+    norm      a = 1                  the row's own norm times the table's shrinkage (TurboQuant)
+    ls        a = <y, q> / <q, q>    least squares: the smallest |x' - x^|
+    unbiased  a = <y, y> / <y, q>    <x^, x'> = |x'|^2: averaged over rotations, <w, x^> = <w, x'> for every w (EDEN, RaBitQ)
+
+bfloat16 has float32's range, so that norms of 1e-6 or 1e30 need no care, which float16 would (65504). Its relative error, at most
+2**-9 = 0.2 %, is far below what the codes leave: 1.3 % of the norm for the finest tables here (4+4 bits), 14 % for 2+2.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Literal, Self, get_args
+
+import mlx.core as mx
+import numpy as np
+
+from formats.errors import ManifestError
+from veloxquant_mlx.allocators.codebooks import MAX_BITS, Codebook, boundaries
+from veloxquant_mlx.codecs._base import DTYPES, Codec, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
+from veloxquant_mlx.codecs._rotation import rotate, unrotate
+
+ScaleKind = Literal["norm", "ls", "unbiased"]
+
+ROTATION = "hartley-sylvester"
+DEFAULT_SEED = 1
+LARGEST = 1e36  # beyond it a float32 sum over a row could overflow
+SMALLEST = 2.0**-120  # rows whose every |value| is below it decode to the mean
+FLOAT16_MAX = 65504.0
+_MEAN_TOKENS = 4096  # tokens per partial sum of the mean
+_SHOWN = 3  # places named when values are refused
+
+
+@dataclass(frozen=True)
+class RotatedCodec(Codec):
+    """Rotation, one or two codebooks, one scale per (head, token).
+
+    Attributes:
+        codebooks: one tuple of 2**bits ascending codewords per stage.
+        scale: kind of the per-token scale.
+        center: subtract the per-head mean over the tokens.
+        seed: of the rotation's signs.
+    """
+
+    codebooks: tuple[Codebook, ...]
+    scale: ScaleKind
+    center: bool
+    seed: int = DEFAULT_SEED
+    ties_up: ClassVar[bool] = False  # a value on a boundary belongs to the cell above it
+
+    @classmethod
+    def role_defaults(cls, role: RoleName) -> dict:
+        """Default `scale` and `center` of a role."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """Spec string without options."""
+        raise NotImplementedError
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        return tuple(len(codebook).bit_length() - 1 for codebook in self.codebooks)
+
+    @property
+    def code_parts(self) -> tuple[str, ...]:
+        return ("codes",) if len(self.codebooks) == 1 else tuple(f"codes{i + 1}" for i in range(len(self.codebooks)))
+
+    def spec(self, role: RoleName | None = None) -> str:
+        default = {} if role is None else self.role_defaults(role)
+        words = [self.name]
+        if default.get("scale") != self.scale:
+            words.append(self.scale)
+        if default.get("center") != self.center:
+            words.append("center" if self.center else "nocenter")
+        if self.seed != DEFAULT_SEED:
+            words.append(f"seed={self.seed}")
+        return ":".join(words)
+
+    def to_params(self) -> dict:
+        return {
+            "bits": list(self.bits),
+            "codebooks": [list(codebook) for codebook in self.codebooks],
+            "rotation": ROTATION,
+            "seed": self.seed,
+            "scale": self.scale,
+            "center": self.center,
+        }
+
+    @classmethod
+    def from_params(cls, params: dict) -> Self:
+        rotation, seed, scale, center = (params.get(key) for key in ("rotation", "seed", "scale", "center"))
+        if rotation != ROTATION:
+            raise ManifestError(f"rotation must be {ROTATION!r}, but got {rotation!r}")
+        if type(seed) is not int or not 0 <= seed < 1 << 64:
+            raise ManifestError(f"seed must be an integer in [0, 2**64), but got {seed!r}")
+        if scale not in get_args(ScaleKind):
+            raise ManifestError(f"scale must be one of {get_args(ScaleKind)}, but got {scale!r}")
+        if type(center) is not bool:
+            raise ManifestError(f"center must be a boolean, but got {center!r}")
+        return cls(_codebooks(params), scale, center, seed)
+
+    def layout(self, shape: Shape, dtype: mx.Dtype) -> Layout:
+        heads, tokens, dim = shape
+        parts: Layout = {
+            part: ("U8", (heads, tokens, packed_bytes(dim, bits))) for part, bits in zip(self.code_parts, self.bits, strict=True)
+        }
+        parts["scale"] = ("BF16", (heads, tokens))
+        if self.center:
+            parts["mean"] = ("BF16", (heads, dim))
+        return parts
+
+    def encode(self, x: mx.array) -> dict[str, mx.array]:
+        self._check_input(x)
+        if x.size == 0:
+            return {part: mx.zeros(shape, DTYPES[dtype]) for part, (dtype, shape) in self.layout(x.shape, x.dtype).items()}
+        self._check_finite(x)
+        mean = _mean_over_tokens(x) if self.center else None
+        blocks = []
+        for tokens in token_blocks(x.shape):
+            blocks.append(self._encode_block(x[:, tokens].astype(mx.float32), mean))
+            mx.eval(blocks[-1])
+        parts = {part: mx.concatenate([block[part] for block in blocks], axis=1) for part in blocks[0]}
+        if mean is not None:
+            parts["mean"] = mean
+        mx.eval(parts)
+        return parts
+
+    def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+        parts = self._checked_parts(parts, self.layout(shape, dtype))
+        out = mx.zeros(shape, dtype)
+        for tokens in token_blocks(shape):
+            block = self._decode_block(parts, tokens, shape[2])
+            # float16 ends at 65504; the error of a value close to it must not turn it into Inf.
+            out[:, tokens] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
+            mx.eval(out)
+        return out
+
+    def _encode_block(self, x: mx.array, mean: mx.array | None) -> dict[str, mx.array]:
+        dim = x.shape[-1]
+        if mean is not None:
+            x = x - mean.astype(mx.float32)[:, None]
+        largest = mx.max(mx.abs(x), axis=-1, keepdims=True)
+        coded = largest >= SMALLEST
+        # Divided by its largest value, a row's sum of squares lies in [1, D]: neither overflow nor underflow.
+        x = x * mx.where(coded, 1 / largest, 0.0)
+        unit = mx.sqrt(mx.sum(mx.square(x), axis=-1, keepdims=True) / dim)
+        y = rotate(x, self.seed) * mx.where(coded, 1 / unit, 0.0)
+
+        packed, q, residual = {}, None, y
+        for part, codebook, bits in zip(self.code_parts, self.codebooks, self.bits, strict=True):
+            packed[part] = pack(self._nearest(residual, codebook), bits)
+            codewords = lookup(packed[part], codebook, dim)
+            q = codewords if q is None else q + codewords
+            residual = residual - codewords
+
+        scale = (largest * unit)[..., 0] * self._correction(y, q)
+        packed["scale"] = mx.where(coded[..., 0], scale, 0.0).astype(mx.bfloat16)
+        return packed
+
+    def _decode_block(self, parts: dict[str, mx.array], tokens: slice, dim: int) -> mx.array:
+        q = None
+        for part, codebook in zip(self.code_parts, self.codebooks, strict=True):
+            codewords = lookup(parts[part][:, tokens], codebook, dim)
+            q = codewords if q is None else q + codewords
+        x = unrotate(q, self.seed) * parts["scale"][:, tokens, None].astype(mx.float32)
+        return x + parts["mean"].astype(mx.float32)[:, None] if self.center else x
+
+    def _nearest(self, y: mx.array, codebook: Codebook) -> mx.array:
+        """Index of each value's cell, uint8: how many boundaries lie below it."""
+        codes = None
+        for boundary in boundaries(codebook):
+            above = (y >= boundary if self.ties_up else y > boundary).astype(mx.uint8)
+            codes = above if codes is None else codes + above
+        return codes
+
+    def _correction(self, y: mx.array, q: mx.array) -> mx.array:
+        """s / s0 for each row; 1 where it is undefined (a row of zeros)."""
+        if self.scale == "norm":
+            return mx.ones(y.shape[:-1], mx.float32)
+        yq = mx.sum(y * q, axis=-1)
+        other = mx.sum(mx.square(q if self.scale == "ls" else y), axis=-1)
+        over, under = (yq, other) if self.scale == "ls" else (other, yq)
+        return mx.where(under > 0, over / under, 1.0)
+
+    def _check_finite(self, x: mx.array) -> None:
+        for tokens in token_blocks(x.shape):
+            if not mx.max(mx.abs(x[:, tokens])).item() <= LARGEST:  # a NaN fails any comparison
+                break
+        else:
+            return
+        bad = np.argwhere(~(np.array(mx.abs(x.astype(mx.float32))) <= LARGEST))
+        shown = ", ".join(f"(head {h}, token {s}, dim {d}): {x[int(h), int(s), int(d)].item()}" for h, s, d in bad[:_SHOWN])
+        more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise ValueError(
+            f"[{self.id}] {len(bad)} of {x.size} values are NaN, infinite or beyond {LARGEST:g}: {shown}{more}; --codec raw stores them."
+        )
+
+
+def _mean_over_tokens(x: mx.array) -> mx.array:
+    """(H, D) bfloat16; zeros for no tokens. The same partial sums whatever the block size."""
+    heads, tokens, dim = x.shape
+    total = mx.zeros((heads, dim), mx.float32)
+    for start in range(0, tokens, _MEAN_TOKENS):
+        total = total + mx.sum(x[:, start : start + _MEAN_TOKENS].astype(mx.float32), axis=1) / tokens
+        mx.eval(total)
+    return total.astype(mx.bfloat16)
+
+
+def _codebooks(params: dict) -> tuple[Codebook, ...]:
+    codebooks = params.get("codebooks")
+    if not isinstance(codebooks, list) or not 1 <= len(codebooks) <= 2:
+        raise ManifestError(f"codebooks must be a list of one or two lists, but got {codebooks!r:.80}")
+    for i, codebook in enumerate(codebooks):
+        numbers = isinstance(codebook, list) and all(type(value) in (int, float) and abs(value) <= LARGEST for value in codebook)
+        if not numbers or len(codebook) not in [2**bits for bits in range(1, MAX_BITS + 1)]:
+            raise ManifestError(f"codebooks[{i}] must be 2**b finite numbers with b in 1..{MAX_BITS}")
+        if any(b <= a for a, b in pairwise(codebook)):
+            raise ManifestError(f"codebooks[{i}] must be strictly ascending")
+    bits = [len(codebook).bit_length() - 1 for codebook in codebooks]
+    if params.get("bits") != bits:
+        raise ManifestError(f"bits must be {bits}, the sizes of the codebooks, but got {params.get('bits')!r}")
+    return tuple(tuple(float(value) for value in codebook) for codebook in codebooks)
+
+
+def parse_options(text: str, options: list[str]) -> dict:
+    """`scale`, `center` and `seed` from the words after a codec's name.
+
+    Raises:
+        ValueError: a word is unknown.
+    """
+    found: dict = {}
+    for word in options:
+        if word in get_args(ScaleKind):
+            found["scale"] = word
+        elif word in ("center", "nocenter"):
+            found["center"] = word == "center"
+        elif word.startswith("seed=") and word[5:].isdecimal() and int(word[5:]) < 1 << 64:
+            found["seed"] = int(word[5:])
+        else:
+            raise ValueError(f"[codec] {text!r}: unknown option {word!r}; there are norm, ls, unbiased, center, nocenter, seed=N.")
+    return found

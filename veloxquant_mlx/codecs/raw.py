@@ -1,0 +1,50 @@
+"""The array as it is, in the cache's own dtype: bit-exact, NaN payloads and signed zeros included.
+
+Part: data (H, S, D), F16, BF16 or F32. A kernel reads D values per token and needs nothing else.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import mlx.core as mx
+
+from veloxquant_mlx.codecs._base import FLOATS, Codec, Frame, Layout, RoleName, Shape
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """No compression."""
+
+    id: ClassVar[str] = "raw"
+
+    @classmethod
+    def parse(cls, text: str, role: RoleName) -> "Raw | None":
+        return cls() if text == cls.id else None
+
+    def spec(self, role: RoleName | None = None) -> str:
+        return self.id
+
+    def to_params(self) -> dict:
+        return {}
+
+    @classmethod
+    def from_params(cls, params: dict) -> Self:
+        return cls()
+
+    def default_frame(self, role: RoleName) -> Frame:
+        return "post"
+
+    def layout(self, shape: Shape, dtype: mx.Dtype) -> Layout:
+        return {"data": (FLOATS[dtype], tuple(shape))}
+
+    def encode(self, x: mx.array) -> dict[str, mx.array]:
+        self._check_input(x)
+        data = mx.contiguous(x)
+        mx.eval(data)
+        return {"data": data}
+
+    def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+        """Rebuild the array: the stored bits where dtype is the stored one, else one cast. See `Codec.decode`."""
+        stored = parts["data"].dtype if "data" in parts else dtype
+        stored = mx.bfloat16 if stored == mx.uint16 else stored
+        return self._checked_parts(parts, self.layout(shape, stored if stored in FLOATS else dtype))["data"].astype(dtype)

@@ -1,0 +1,59 @@
+"""Residual scalar quantisation: `rvq-A+B` with two Lloyd-Max stages, `rvq-N` with one, after a random rotation.
+
+Formula and scale kinds: `_rotated`. Tables: `allocators.codebooks`, for N(0, 1) and for what the first stage leaves of it.
+
+Parts: codes1, codes2 (or codes) (H, S, ceil(D b / 8)) U8, `lsb8`; scale (H, S) BF16; with centring mean (H, D) BF16.
+A kernel that reads keys computes <w, x^> = s (<R w, c1[i1]> + <R w, c2[i2]>) + <w, mean>, with R w once per query; it reads per
+token D (A + B) / 8 bytes of codes and 2 of scale. Values: sum of p s (c1[i1] + c2[i2]), then R^T once per query, plus mean sum(p).
+"""
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from veloxquant_mlx.allocators.codebooks import MAX_BITS, gaussian_codebook, residual_codebook
+from veloxquant_mlx.codecs._base import Frame, RoleName
+from veloxquant_mlx.codecs._rotated import RotatedCodec, parse_options
+
+
+@dataclass(frozen=True)
+class Rvq(RotatedCodec):
+    """One or two Lloyd-Max stages on a rotated, unit-variance row."""
+
+    id: ClassVar[str] = "rvq"
+
+    @classmethod
+    def parse(cls, text: str, role: RoleName) -> "Rvq | None":
+        name, *options = text.split(":")
+        if not name.startswith("rvq"):
+            return None
+        match = re.fullmatch(r"rvq-([1-8])(?:\+([1-8]))?", name)
+        bits = [int(stage) for stage in match.groups() if stage] if match else []
+        if not bits or sum(bits) > MAX_BITS:
+            raise ValueError(f"[codec] {name!r}: write rvq-N with N in 1..{MAX_BITS}, or rvq-A+B with A + B at most {MAX_BITS} (rvq-2+2).")
+        return cls.design(*bits, **cls.role_defaults(role) | parse_options(text, options))
+
+    @classmethod
+    def design(cls, first: int, second: int | None = None, **options) -> "Rvq":
+        """The codec with this package's tables.
+
+        Args:
+            first: bits of the first stage.
+            second: bits of the second, or None for a single stage.
+            options: scale, center, seed.
+        """
+        stages = [gaussian_codebook(first)]
+        if second is not None:
+            stages.append(residual_codebook(second, stages[0]))
+        return cls(tuple(stages), **options)
+
+    @classmethod
+    def role_defaults(cls, role: RoleName) -> dict:
+        return {"scale": "ls", "center": True} if role == "k" else {"scale": "unbiased", "center": False}
+
+    @property
+    def name(self) -> str:
+        return "rvq-" + "+".join(str(bits) for bits in self.bits)
+
+    def default_frame(self, role: RoleName) -> Frame:
+        return "pre" if role == "k" else "post"
