@@ -110,7 +110,10 @@ def write_container(
     """
     plans = tuple(plans)
     _check_plans(plans)
+    names = {plan.name for plan in plans}
     known = None if callable(manifest) else manifest
+    if known is not None:
+        _check_manifest(known, names)
     space = padded(len(_header(known, _worst_case(plans))) + reserve)
     total = sum(plan.nbytes for plan in plans)
     done = 0
@@ -125,9 +128,10 @@ def write_container(
             done += plan.nbytes
             if progress is not None:
                 progress(done, total)
-        final = manifest() if callable(manifest) else manifest
-        _check_manifest(final, {plan.name for plan in plans})
-        header = _header(final, tensors, base=space)
+        if callable(manifest):
+            known = manifest()
+            _check_manifest(known, names)
+        header = _header(known, tensors, base=space)
         if len(header) > space:
             # Offsets count from the end of the header, so moving the tensors leaves the header as it is.
             grown = padded(len(header))
