@@ -1,0 +1,62 @@
+"""kvtool: capture, compress, store and reuse the KV cache of mlx-lm models, in the same model or another one.
+
+    import kvtool
+
+    model = kvtool.load_model("mlx-community/SmolLM2-135M-Instruct")
+    snapshot = kvtool.capture(model, "A long shared prompt ...")
+    kvtool.save(snapshot, "prompt.kv", codec="rvq-2+2")
+    restored = kvtool.load("prompt.kv", model)          # restored.cache goes to mlx_lm.generate(prompt_cache=...)
+
+Importing this package does not import MLX: `kvtool check` and `kvtool inspect` work without it.
+"""
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from kvtool.version import __version__
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+_HOME = {
+    "load_model": "kvtool.model",
+    "LoadedModel": "kvtool.model",
+    "capture": "kvtool.capturing",
+    "Snapshot": "kvtool.capturing",
+    "save": "kvtool.archive",
+    "open": "kvtool.archive",
+    "load": "kvtool.archive",
+    "Archive": "kvtool.archive",
+    "Restored": "kvtool.archive",
+    "SaveReport": "kvtool.archive",
+    "recode": "kvtool.recoding",
+    "evaluate": "kvtool.evaluation",
+    "EvalReport": "kvtool.evaluation",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from kvtool.archive import Archive as Archive
+    from kvtool.archive import Restored as Restored
+    from kvtool.archive import SaveReport as SaveReport
+    from kvtool.archive import load as load
+    from kvtool.archive import open as open
+    from kvtool.archive import save as save
+    from kvtool.capturing import Snapshot as Snapshot
+    from kvtool.capturing import capture as capture
+    from kvtool.evaluation import EvalReport as EvalReport
+    from kvtool.evaluation import evaluate as evaluate
+    from kvtool.model import LoadedModel as LoadedModel
+    from kvtool.model import load_model as load_model
+    from kvtool.recoding import recode as recode
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,108 @@
+"""The `kvtool` command. Commands are imported when they run, so that `check` and `inspect` need no MLX.
+
+Exit codes: 0 sound, 1 problems found (check, diff) or an I/O error, 2 usage, 3 format, 4 integrity, 5 incompatible, 6 back end absent,
+7 quality below the policy asked for, 130 interrupted.
+"""
+
+import importlib
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from formats.errors import KVError
+from kvtool.blas import use_openblas
+from kvtool.version import __version__
+
+COMMANDS = {
+    "export": "kvtool.cli.export",
+    "import": "kvtool.cli.import_",
+    "recode": "kvtool.cli.recode",
+    "inspect": "kvtool.cli.inspect",
+    "check": "kvtool.cli.check",
+    "diff": "kvtool.cli.diff",
+    "eval": "kvtool.cli.eval",
+    "demo": "kvtool.cli.demo",
+    "doctor": "kvtool.cli.doctor",
+}
+INTERRUPTED = 130
+USAGE = 2
+IO_ERROR = 1
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported by name when asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[name]).command
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("-v", "--verbose", count=True, help="Log what is done; -vv also shows tracebacks.")
+@click.version_option(__version__, prog_name="kvtool")
+def group(verbose: int) -> None:
+    """Capture, compress, store and reuse the KV cache of mlx-lm models, in the same model or another one.
+
+    \b
+    Example:
+      kvtool export --model tiny-a --prompt-file report.txt --codec rvq-2+2 -o report.kv
+      kvtool import report.kv --model tiny-a --prompt "In short:"
+    """
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logging.getLogger("kvtool").addHandler(handler)
+    logging.getLogger("kvtool").setLevel(level)
+    use_openblas()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    sys.exit(run(args))
+
+
+def run(args: list[str]) -> int:
+    """Run the command line; returns the exit code, with every error turned into `error:` and `hint:` lines on stderr."""
+    try:
+        code = group.main(args=args, prog_name="kvtool", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.UsageError as error:
+        error.show(sys.stderr)
+        return USAGE
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except KVError as error:
+        return _report(args, error, error.hint, error.exit_code)
+    except (ValueError, TypeError) as error:
+        return _report(args, error, None, USAGE)
+    except BrokenPipeError:
+        # The reader of our output went away; silence the flush at interpreter exit.
+        sys.stderr.close()
+        return 0
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | FileExistsError)
+        return _report(
+            args, error, None if missing else "nothing was written; free space or try another disk", USAGE if missing else IO_ERROR
+        )
+
+
+def _report(args: list[str], error: Exception, hint: str | None, code: int) -> int:
+    if any(a.startswith("-vv") for a in args[:2]):
+        traceback.print_exception(error, file=sys.stderr)
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename and error.strerror else str(error)
+    click.echo(f"error: {text}", err=True)
+    if hint:
+        click.echo(f"hint: {hint}", err=True)
+    return code

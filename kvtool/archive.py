@@ -1,0 +1,353 @@
+"""Archives: save a snapshot as a container file, open it lazily, load it back into live caches."""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any
+
+import mlx.core as mx
+
+from formats.container import Reader, open_container, write_container
+from formats.errors import IncompatibleError
+from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Tokens
+from kvtool.capturing import Snapshot
+from kvtool.compat import check_identity, check_layers, check_ropes
+from kvtool.decoding import decode_cache
+from kvtool.encoding import DTYPE_NAMES, Encoder
+from kvtool.model import LoadedModel
+from kvtool.probe import CacheProbe, probe_model
+from kvtool.snapshot import build_caches
+from kvtool.states import CacheState
+from kvtool.version import __version__
+from veloxquant_mlx.codecs import CodecPlan, parse_codec
+
+Progress = Callable[[int, int], None]
+# Room in the reserved header for the quality record, written once the data is out: two short numbers a layer and some text.
+QUALITY_BYTES = 2048
+QUALITY_BYTES_A_LAYER = 96
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save wrote, all sizes in bytes as measured.
+
+    Attributes:
+        path: the file.
+        codec: the codec spec in full.
+        tokens: tokens in the cache.
+        file_bytes: size of the file, header and side information included.
+        cache_bytes: bytes of the live rows that were saved, in the dtype they ran in.
+        fp16_bytes: what those values take at two bytes each.
+        quality: the lossy step and its measured error, or None for a lossless file.
+        kept_raw: what the codec could not take and was kept verbatim, with the reason.
+        kept_post: what was encoded after RoPE although `pre` was asked for, with the reason.
+    """
+
+    path: str
+    codec: str
+    tokens: int
+    file_bytes: int
+    cache_bytes: int
+    fp16_bytes: int
+    quality: dict[str, Any] | None
+    kept_raw: tuple[str, ...]
+    kept_post: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A cache alive again.
+
+    Attributes:
+        cache: live mlx-lm caches, one a layer, for `mlx_lm.generate(..., prompt_cache=cache)`.
+        tokens: token ids the file stands for, or None.
+        usable: tokens whose keys and values are in `cache`.
+        notes: what a caller should know (a cast of dtype, for example).
+    """
+
+    cache: list[Any]
+    tokens: tuple[int, ...] | None
+    usable: int
+    notes: tuple[str, ...]
+
+    def pending(self) -> list[int]:
+        """Token ids still to be run before the model can go on: those beyond `usable`, else the last one, taken back from the cache.
+
+        Raises:
+            IncompatibleError: the file knows no token ids, or a cache cannot give its last token back.
+        """
+        if self.tokens is None:
+            raise IncompatibleError("the file holds no token ids, so it cannot go on without a prompt", hint="give --prompt")
+        if len(self.tokens) > self.usable:
+            return list(self.tokens[self.usable :])
+        if not all(c.is_trimmable() for c in self.cache):
+            raise IncompatibleError(
+                "a layer's cache cannot give its last token back, so it cannot go on without a prompt", hint="give --prompt"
+            )
+        for c in self.cache:
+            c.trim(1)
+        return [self.tokens[-1]]
+
+
+def codec_plan(codec: str | CodecPlan, sink: int | None = None, recent: int | None = None, frame: str | None = None) -> CodecPlan:
+    """The codec plan of a spec string, with exact rows and frame overridden where given.
+
+    Raises:
+        ValueError: unknown codec, negative counts, unknown frame.
+    """
+    plan = parse_codec(codec) if isinstance(codec, str) else codec
+    changes: dict[str, Any] = {k: v for k, v in (("sink", sink), ("recent", recent), ("frame", frame)) if v is not None}
+    for key in ("sink", "recent"):
+        if changes.get(key, 0) < 0:
+            raise ValueError(f"[save] {key} must be at least 0, but got {changes[key]}.")
+    if frame not in (None, "pre", "post"):
+        raise ValueError(f"[save] frame must be 'pre' or 'post', but got {frame!r}.")
+    return replace(plan, **changes)
+
+
+def save(
+    snapshot: Snapshot,
+    path: str | os.PathLike[str],
+    *,
+    codec: str | CodecPlan = "raw",
+    sink: int | None = None,
+    recent: int | None = None,
+    frame: str | None = None,
+    compress: bool = True,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write a snapshot to a file, atomically: the path holds the old content or the whole new one, never a part.
+
+    Args:
+        snapshot: from `capture`.
+        path: the file to write.
+        codec: a spec such as "raw", "rvq-2+2", "k=rabitq,v=rvq-2+2,sink=4,recent=32".
+        sink: keep this many first tokens exact (lossy codecs).
+        recent: keep this many newest tokens exact (lossy codecs).
+        frame: encode keys "post" (as cached) or "pre" (before RoPE); None is the codec's default.
+        compress: zstd each tensor where that saves bytes.
+        progress: called with (bytes written, bytes in all).
+    Returns:
+        SaveReport
+    Raises:
+        ValueError: unknown codec, or values it cannot take (not finite).
+        OSError: the disk's own errors; nothing is visible then.
+    """
+    plan = codec_plan(codec, sink, recent, frame)
+    encoder = Encoder(plan)
+    layers = tuple(
+        encoder.layer(str(i), state, probe) for i, (state, probe) in enumerate(zip(snapshot.states, snapshot.probes, strict=True))
+    )
+    report = write_archive(
+        path, snapshot.model, snapshot.tokens, snapshot.length, layers, encoder, (), compress=compress, progress=progress
+    )
+    cache_bytes, values = live_sizes(layers)
+    return replace(report, cache_bytes=cache_bytes, fp16_bytes=2 * values)
+
+
+def write_archive(
+    path: str | os.PathLike[str],
+    model: Any,
+    tokens: Sequence[int] | None,
+    length: int,
+    layers: tuple[CacheInfo, ...],
+    encoder: Encoder,
+    history: tuple[dict[str, Any], ...],
+    *,
+    step: str = "encode",
+    details: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+    compress: bool = True,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write encoded layers as a container; the error of this step joins the quality record once the data is out."""
+    ids = None if tokens is None else tuple(tokens)
+
+    def manifest() -> Manifest:
+        return Manifest(
+            producer=producer(),
+            model=model,
+            tokens=None if ids is None else Tokens.of(ids),
+            length=length,
+            codecs=tuple(encoder.codecs),
+            ropes=tuple(encoder.ropes),
+            layers=layers,
+            quality=(*history, *filter(None, (quality_record(encoder, step, details),))),
+            extra=(extra or {}) | ({"rope_problems": encoder.rope_problems} if encoder.rope_problems else {}),
+        )
+
+    written = write_container(
+        path, manifest, encoder.tensors, compress=compress, progress=progress, reserve=QUALITY_BYTES + QUALITY_BYTES_A_LAYER * len(layers)
+    )
+    return SaveReport(
+        path=str(path),
+        codec=encoder.plan.spec(),
+        tokens=length,
+        file_bytes=written.file_bytes,
+        cache_bytes=0,
+        fp16_bytes=0,
+        quality=quality_record(encoder, step, details),
+        kept_raw=tuple(encoder.kept_raw),
+        kept_post=tuple(encoder.kept_post),
+    )
+
+
+def quality_record(encoder: Encoder, step: str, details: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """One lossy step as the manifest keeps it: codec, and the squared error over the energy of K and V, whole and by layer."""
+    if not encoder.tallies and not details:
+        return None
+    record: dict[str, Any] = {"step": step, "codec": encoder.plan.spec(), **(details or {})}
+    for role in ("k", "v"):
+        tallies = {name: t for (name, r), t in encoder.tallies.items() if r == role}
+        energy = sum(t.energy for t in tallies.values())
+        if tallies:
+            record[f"{role}_relative_error"] = float(f"{sum(t.error for t in tallies.values()) / energy if energy else 0.0:.4g}")
+            record[f"{role}_by_layer"] = {name: float(f"{t.relative():.3g}") for name, t in tallies.items()}
+    return record
+
+
+def producer() -> dict[str, str]:
+    """Versions that wrote a file."""
+    return {"kvtool": __version__, "mlx": version("mlx"), "mlx-lm": version("mlx-lm")}
+
+
+def live_sizes(layers: Sequence[CacheInfo]) -> tuple[int, int]:
+    """(bytes, values) of the live caches that a layer table describes: rows only, in the dtype they run in."""
+    total_bytes = total_values = 0
+    for layer in layers:
+        for role in (layer.k, layer.v):
+            if role is not None:
+                values = role.heads * layer.rows * role.dim
+                total_bytes, total_values = total_bytes + values * ITEM_BYTES[role.dtype], total_values + values
+        for array in layer.arrays:
+            if array is not None:
+                values = math.prod(array.shape)
+                total_bytes, total_values = total_bytes + values * ITEM_BYTES[array.dtype], total_values + values
+        inner = live_sizes(layer.caches)
+        total_bytes, total_values = total_bytes + inner[0], total_values + inner[1]
+    return total_bytes, total_values
+
+
+class Archive:
+    """An open file: header read, tensors on demand. A context manager.
+
+    Attributes:
+        path: the file.
+        manifest: what its header says.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.path = reader.path
+        self.manifest = reader.manifest
+
+    def __enter__(self) -> "Archive":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.reader.close()
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """Token ids, or None where they are unknown."""
+        return None if self.manifest.tokens is None else self.manifest.tokens.ids
+
+    @property
+    def length(self) -> int:
+        """Usable tokens."""
+        return self.manifest.length
+
+    def state(self, layer: int) -> CacheState:
+        """One layer decoded."""
+        return decode_cache(self.reader, self.manifest.layers[layer])
+
+    def check(self, model: LoadedModel, *, allow_mismatch: bool = False) -> tuple[CacheProbe, ...]:
+        """Whether this file can live in `model`; returns the model's layer table.
+
+        Raises:
+            IncompatibleError: computed by another model (unless allow_mismatch), or not of this model's shape, RoPE or start.
+        """
+        if not allow_mismatch:
+            check_identity(self.path, self.manifest, model.info)
+        probes = probe_model(model.model)
+        check_layers(self.path, self.manifest.layers, probes)
+        check_ropes(self.reader, probes, model.info.name)
+        check_start(self.path, self.manifest.layers)
+        return probes
+
+    def states(self, probes: Sequence[CacheProbe], casts: list[str]) -> Iterator[CacheState]:
+        """Decoded layers one by one, in the dtypes of a model's layer table; what was cast for that joins `casts`."""
+        for i, probe in enumerate(probes):
+            yield fit_dtype(self.state(i), probe, casts)
+
+    def load(self, model: LoadedModel, *, allow_mismatch: bool = False, progress: Progress | None = None) -> Restored:
+        """Live caches for `model`.
+
+        Args:
+            model: the model that will go on.
+            allow_mismatch: accept another model's weights or tokenizer; shapes and RoPE must fit all the same.
+            progress: called with (layers done, layers in all).
+        Raises:
+            IncompatibleError: computed by another model, or not of this model's shape or RoPE.
+            IntegrityError: bytes that do not match their digest.
+        """
+        probes = self.check(model, allow_mismatch=allow_mismatch)
+        casts: list[str] = []
+        cache: list[Any] = []
+        for state in self.states(probes, casts):
+            cache += build_caches([state])
+            mx.eval(cache[-1].state)
+            if progress is not None:
+                progress(len(cache), len(probes))
+        return Restored(cache, self.tokens, self.length, cast_note(casts))
+
+
+def fit_dtype(state: CacheState, probe: CacheProbe, casts: list[str]) -> CacheState:
+    """The state in the dtype the model runs in; each cast is added to `casts`."""
+    changes: dict[str, Any] = {}
+    for role in ("k", "v"):
+        value, live = getattr(state, role), getattr(probe, role)
+        if isinstance(value, mx.array) and live is not None and value.dtype != live.dtype:
+            changes[role] = value.astype(live.dtype)
+            casts.append(f"{DTYPE_NAMES[value.dtype]} to {DTYPE_NAMES[live.dtype]}")
+    caches = tuple(fit_dtype(s, p, casts) for s, p in zip(state.caches, probe.caches, strict=True))
+    return replace(state, caches=caches, **changes)
+
+
+def cast_note(casts: Sequence[str]) -> tuple[str, ...]:
+    """Casts as remarks for the caller, equal ones counted."""
+    return tuple(f"keys or values of {casts.count(c)} layers' roles were cast from {c}, the model's dtype" for c in dict.fromkeys(casts))
+
+
+def check_start(path: str, layers: Sequence[CacheInfo]) -> None:
+    """Raise IncompatibleError for a cache that does not begin at position 0: mlx-lm's caches cannot hold one."""
+    for i, layer in enumerate(layers):
+        check_start(path, layer.caches)
+        if layer.attention == "full" and layer.positions and layer.positions[0][0] != 0:
+            start = layer.positions[0][0]
+            raise IncompatibleError(
+                f"layer {i} begins at position {start}, and a live cache begins at 0",
+                path=path,
+                hint=f"kvtool recode {path} -o OUT.kv --shift {-start}",
+            )
+
+
+def open(path: str | os.PathLike[str]) -> Archive:
+    """Open a file; reads its header alone.
+
+    Raises:
+        FormatError, IntegrityError: what is wrong with the file, by name.
+    """
+    return Archive(open_container(path))
+
+
+def load(source: str | os.PathLike[str], model: LoadedModel, *, allow_mismatch: bool = False, progress: Progress | None = None) -> Restored:
+    """Open a file and bring its cache to life in `model`; see `Archive.load`."""
+    with open(source) as archive:
+        return archive.load(model, allow_mismatch=allow_mismatch, progress=progress)

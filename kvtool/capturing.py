@@ -1,0 +1,164 @@
+"""Capture: a prompt run through a model once, and its KV cache as a plain value."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+
+from formats.errors import IncompatibleError
+from formats.manifest import ModelInfo
+from kvtool.model import LoadedModel
+from kvtool.probe import CacheProbe, probe_model
+from kvtool.snapshot import take_states
+from kvtool.states import CacheState, check_against, length_of
+
+logger = logging.getLogger(__name__)
+
+# mlx-lm's own prefill step: with the same chunks a captured cache equals mlx_lm.generate's bit for bit.
+PREFILL_STEP = 2048
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One sequence's cache and where it came from.
+
+    Attributes:
+        model: identity of the model that computed it.
+        tokens: the token ids it stands for, or None where they are unknown. May be one longer than `length`:
+            the last token is then still to be run (caches that cannot be trimmed leave it so).
+        length: tokens in the cache.
+        states: one entry a layer, live rows only.
+        probes: what the model's layers are (heads, dims, windows, live RoPE), one entry a layer.
+    """
+
+    model: ModelInfo
+    tokens: tuple[int, ...] | None
+    length: int
+    states: tuple[CacheState, ...]
+    probes: tuple[CacheProbe, ...]
+
+
+def encode_prompt(model: LoadedModel, prompt: str, *, chat: bool = False) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+        model: gives the tokenizer.
+        prompt: text.
+        chat: wrap it as a user's message in the model's chat template, ready for the assistant's answer.
+    Raises:
+        ValueError: chat asked of a tokenizer without a template.
+    """
+    if not chat:
+        return list(model.tokenizer.encode(prompt))
+    if not model.tokenizer.has_chat_template:
+        raise ValueError(f"[encode_prompt] {model.info.name} has no chat template; leave chat out.")
+    messages = [{"role": "user", "content": prompt}]
+    return list(model.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def capture(
+    model: LoadedModel,
+    prompt: str | Sequence[int] | None = None,
+    *,
+    cache: Sequence[Any] | None = None,
+    tokens: Sequence[int] | None = None,
+    row: int | None = None,
+    chat: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Snapshot:
+    """Run a prompt and keep its KV cache, or take over a cache that mlx-lm has already filled.
+
+    Args:
+        model: the model to run (or the one that filled `cache`).
+        prompt: text or token ids to run. Leave out when `cache` is given.
+        cache: live mlx-lm caches, one a layer (they are read, never changed), or the states of a prompt-cache file.
+        tokens: with `cache`, the token ids it stands for (None where they are unknown).
+        row: with `cache`, which sequence of a batch to take.
+        chat: wrap a text prompt in the model's chat template.
+        progress: called with (tokens done, tokens in all) during prefill.
+    Returns:
+        Snapshot
+    Raises:
+        ValueError: neither or both of prompt and cache, an empty prompt, ids outside the vocabulary.
+        IncompatibleError: the cache is not of this model's shape, or does not fit the tokens.
+    """
+    if (prompt is None) == (cache is None):
+        raise ValueError("[capture] give either a prompt or a cache.")
+    probes = probe_model(model.model)
+    if cache is not None:
+        known = None if tokens is None else tuple(int(t) for t in tokens)
+        if all(isinstance(c, CacheState) for c in cache):
+            states = tuple(cache)
+        else:
+            states = take_states(cache, row=row, length=_recurrent_length(cache, known))
+    else:
+        ids = encode_prompt(model, prompt, chat=chat) if isinstance(prompt, str) else [int(t) for t in prompt or ()]
+        if not ids:
+            raise ValueError("[capture] the prompt has no tokens.")
+        check_ids(model, ids)
+        known = tuple(ids)
+        part = cached_part(model, len(ids))
+        states = take_states(prefill(model, ids[:part], progress=progress), length=part)
+    check_against(states, probes)
+    length = length_of(states)
+    if known is not None and len(known) not in (length, length + 1):
+        raise IncompatibleError(
+            f"{model.info.name}: the cache holds {length} tokens, but {len(known)} token ids were given",
+            hint="give the ids of exactly the tokens in the cache",
+        )
+    return Snapshot(model.info, known, length, states, probes)
+
+
+def check_ids(model: LoadedModel, ids: Sequence[int]) -> None:
+    """Raise ValueError where a token id lies outside the model's vocabulary."""
+    size = len(model.tokenizer.get_vocab())
+    wrong = next(((i, t) for i, t in enumerate(ids) if not 0 <= t < size), None)
+    if wrong is not None:
+        raise ValueError(f"[capture] token {wrong[0]} is {wrong[1]}, but {model.info.name} has ids 0 to {size - 1}.")
+
+
+def prefill(model: LoadedModel, ids: Sequence[int], *, progress: Callable[[int, int], None] | None = None) -> list[Any]:
+    """Fresh mlx-lm caches with all of `ids` in them, filled in mlx-lm's own chunks.
+
+    Args:
+        model: the model to run.
+        ids: token ids; none leaves the caches empty.
+        progress: called with (tokens done, tokens in all).
+    """
+    cache = make_prompt_cache(model.model)
+    if ids:
+        prompt = mx.array(list(ids))
+        steps = generate_step(
+            prompt, model.model, max_tokens=0, prompt_cache=cache, prefill_step_size=PREFILL_STEP, prompt_progress_callback=progress
+        )
+        for _ in steps:
+            pass
+    mx.eval([c.state for c in cache])
+    mx.clear_cache()
+    return cache
+
+
+def cached_part(model: LoadedModel, length: int) -> int:
+    """How many of `length` tokens to put in the cache: all, or all but the last where a cache could not give the last one back.
+
+    A continuation without a new prompt has to run the last token again to get its logits.
+    """
+    return length if all(_trimmable(c, length) for c in make_prompt_cache(model.model)) else length - 1
+
+
+def _recurrent_length(cache: Sequence[Any], tokens: tuple[int, ...] | None) -> int | None:
+    """Tokens seen by caches that do not count them (recurrent layers alone), where the ids tell."""
+    return len(tokens) if tokens is not None and all(isinstance(c, ArraysCache) for c in cache) else None
+
+
+def _trimmable(cache: Any, length: int) -> bool:
+    """Whether one token can be taken back from this cache once it holds `length`."""
+    if isinstance(cache, CacheList):
+        return all(_trimmable(c, length) for c in cache.caches)
+    if isinstance(cache, RotatingKVCache):
+        return length < cache.max_size
+    return not isinstance(cache, ArraysCache) and cache.is_trimmable()

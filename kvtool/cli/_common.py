@@ -1,0 +1,104 @@
+"""What several commands share: options, progress on stderr, JSON on stdout."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from formats.errors import KVError
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+model_option = click.option(
+    "--model", "model_name", required=True, metavar="M", help="Model directory, repository id, or tiny-a / tiny-b (shipped with kvtool)."
+)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["auto", "stored", "float32", "float16", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Dtype the model runs in; auto is float32 on a Linux CPU, as stored elsewhere.",
+)
+sink_option = click.option("--sink", type=click.IntRange(0), metavar="N", help="Keep the first N tokens exact (lossy codecs).")
+recent_option = click.option("--recent", type=click.IntRange(0), metavar="N", help="Keep the newest N tokens exact (lossy codecs).")
+frame_option = click.option("--frame", type=click.Choice(["pre", "post"]), help="Store keys before RoPE (pre) or as cached (post).")
+
+
+def emit(as_json: bool, data: dict[str, Any], text: str) -> None:
+    """Print a result on stdout, as one JSON object or as text."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False) if as_json else text)
+
+
+def note(text: str) -> None:
+    """Print a remark on stderr."""
+    click.echo(f"note: {text}", err=True)
+
+
+@contextmanager
+def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A progress callback that draws on stderr when that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    with click.progressbar(length=1, label=label, file=sys.stderr) as drawn:
+
+        def advance(done: int, total: int) -> None:
+            drawn.length = max(total, 1)
+            drawn.update(done - drawn.pos)
+
+        yield advance
+
+
+def read_text(path: str) -> str:
+    """Text of a file, or of stdin for "-".
+
+    Raises:
+        click.UsageError: not UTF-8.
+    """
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def read_tokens(path: str) -> list[int]:
+    """Token ids of a file (stdin for "-"): a JSON list, or integers separated by spaces or lines.
+
+    Raises:
+        click.UsageError: anything else.
+    """
+    text = read_text(path)
+    try:
+        ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+    except ValueError as error:
+        raise click.UsageError(f"{path}: token ids must be a JSON list or integers ({error})") from error
+    wrong = next((t for t in ids if not isinstance(t, int) or isinstance(t, bool)), None)
+    if wrong is not None:
+        raise click.UsageError(f"{path}: token ids must be integers, but one is {wrong!r}")
+    return list(ids)
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "n/a"
+
+
+def save_lines(report: Any) -> str:
+    """A SaveReport as text."""
+    lines = [
+        f"{report.path}: {report.tokens} tokens, codec {report.codec}",
+        f"  {report.file_bytes:,} bytes, {percent(report.file_bytes, report.fp16_bytes)} of {report.fp16_bytes:,} (16 bits a value)",
+    ]
+    if report.quality:
+        for role, label in (("k", "keys"), ("v", "values")):
+            if f"{role}_relative_error" in report.quality:
+                lines.append(f"  {label}: squared error / energy {report.quality[f'{role}_relative_error']:.3g}")
+    lines += [f"  kept as it is: {text}" for text in report.kept_raw] + [f"  stored after RoPE: {text}" for text in report.kept_post]
+    return "\n".join(lines)
+
+
+def show_problem(error: KVError) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,86 @@
+"""`kvtool export`: run a prompt once and keep its KV cache in a file."""
+
+from dataclasses import asdict
+
+import click
+
+from kvtool.cli._common import (
+    bar,
+    dtype_option,
+    emit,
+    frame_option,
+    json_option,
+    model_option,
+    read_text,
+    read_tokens,
+    recent_option,
+    save_lines,
+    sink_option,
+)
+
+
+@click.command("export")
+@model_option
+@click.option("--prompt", metavar="TEXT", help="The prompt.")
+@click.option("--prompt-file", metavar="F", help="File with the prompt; - is stdin.")
+@click.option(
+    "--tokens", "tokens_file", metavar="F", help="File with token ids (JSON list or integers): the prompt, or what --from-cache stands for."
+)
+@click.option("--from-cache", metavar="F", help="Take over an mlx-lm prompt cache file (version 1 or 2) instead of running a prompt.")
+@click.option("--chat", is_flag=True, help="Wrap the prompt as a user's message in the model's chat template.")
+@click.option("--codec", default="raw", show_default=True, metavar="SPEC", help="raw, rvq-2+2, rabitq, k=rabitq,v=rvq-2+2, ...")
+@sink_option
+@recent_option
+@frame_option
+@click.option("--no-zstd", is_flag=True, help="Store every tensor uncompressed.")
+@dtype_option
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv")
+@json_option
+def command(
+    model_name: str,
+    prompt: str | None,
+    prompt_file: str | None,
+    tokens_file: str | None,
+    from_cache: str | None,
+    chat: bool,
+    codec: str,
+    sink: int | None,
+    recent: int | None,
+    frame: str | None,
+    no_zstd: bool,
+    dtype: str,
+    output: str,
+    as_json: bool,
+) -> None:
+    """Run a prompt once and keep its KV cache in a file.
+
+    \b
+    Example:
+      kvtool export --model tiny-a --prompt-file report.txt --codec rvq-2+2 -o report.kv
+      kvtool export --model tiny-a --from-cache old.safetensors --tokens ids.json -o old.kv
+    """
+    given = [
+        name for name, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--from-cache", from_cache)) if value is not None
+    ]
+    if len(given) > 1 or (not given and tokens_file is None) or (tokens_file is not None and given not in ([], ["--from-cache"])):
+        raise click.UsageError("give one of --prompt, --prompt-file, --tokens, or --from-cache (with --tokens where the ids are known)")
+    if chat and not (prompt or prompt_file):
+        raise click.UsageError("--chat goes with --prompt or --prompt-file")
+    ids = None if tokens_file is None else read_tokens(tokens_file)
+    text = read_text(prompt_file) if prompt_file is not None else prompt
+
+    from kvtool.archive import codec_plan, save
+    from kvtool.capturing import capture
+    from kvtool.foreign import states_from_prompt_cache
+    from kvtool.model import load_model
+
+    plan = codec_plan(codec, sink, recent, frame)
+    model = load_model(model_name, dtype=dtype)
+    if from_cache is not None:
+        snapshot = capture(model, cache=states_from_prompt_cache(from_cache), tokens=ids)
+    else:
+        with bar("prefill", quiet=as_json) as progress:
+            snapshot = capture(model, text if text is not None else ids, chat=chat, progress=progress)
+    with bar("writing", quiet=as_json) as progress:
+        report = save(snapshot, output, codec=plan, compress=not no_zstd, progress=progress)
+    emit(as_json, {**asdict(report), "prompt_tokens": None if snapshot.tokens is None else len(snapshot.tokens)}, save_lines(report))

@@ -1,0 +1,117 @@
+"""`kvtool import`: go on from a file's cache, or write it as mlx-lm's own prompt-cache file."""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvtool.cli._common import bar, dtype_option, emit, json_option, model_option, note, read_text
+
+if TYPE_CHECKING:
+    from kvtool.model import LoadedModel
+
+
+@click.command("import")
+@click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
+@model_option
+@click.option("--prompt", metavar="TEXT", help="Text that follows the cached prompt.")
+@click.option("--prompt-file", metavar="F", help="The same from a file; - is stdin.")
+@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, metavar="N")
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--to",
+    "target",
+    nargs=2,
+    type=(click.Choice(["mlx-lm"]), click.Path(dir_okay=False)),
+    metavar="mlx-lm OUT.safetensors",
+    help="Write a file that mlx_lm.generate --prompt-cache-file takes.",
+)
+@click.option("--allow-mismatch", is_flag=True, help="Accept a file computed by other weights; shapes and RoPE must fit all the same.")
+@dtype_option
+@json_option
+def command(
+    source: str,
+    model_name: str,
+    prompt: str | None,
+    prompt_file: str | None,
+    max_tokens: int,
+    temperature: float,
+    target: tuple[str, str] | None,
+    allow_mismatch: bool,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Go on from a file's cache: the text streams to stdout. With --to, write mlx-lm's own file instead.
+
+    \b
+    Example:
+      kvtool import report.kv --model tiny-a --prompt "In short:" --max-tokens 40
+      kvtool import report.kv --model tiny-a --to mlx-lm report.safetensors
+    """
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("give one of --prompt and --prompt-file")
+
+    from kvtool.archive import cast_note
+    from kvtool.archive import open as open_archive
+    from kvtool.foreign import write_mlx_lm
+    from kvtool.model import load_model
+
+    text = read_text(prompt_file) if prompt_file is not None else prompt
+    model = load_model(model_name, dtype=dtype)
+    with open_archive(source) as archive:
+        if target is not None:
+            probes = archive.check(model, allow_mismatch=allow_mismatch)
+            casts: list[str] = []
+            states = tuple(archive.states(probes, casts))
+            write_mlx_lm(target[1], states, {"model": model_name, "tokenizer_config": "{}"})
+            remarks = list(cast_note(casts))
+            if archive.tokens is not None and len(archive.tokens) > archive.length:
+                remarks.append("the last token is not in the cache (it could not be taken back there); begin the prompt with it")
+            for remark in remarks:
+                note(remark)
+            size = os.path.getsize(target[1])
+            emit(
+                as_json,
+                {"path": target[1], "usable_tokens": archive.length, "file_bytes": size, "notes": remarks},
+                f"{target[1]}: {archive.length} tokens, {size:,} bytes\nmlx_lm.generate --model {model_name} --prompt-cache-file {target[1]}",
+            )
+            return
+        start = time.perf_counter()
+        with bar("loading", quiet=as_json) as progress:
+            restored = archive.load(model, allow_mismatch=allow_mismatch, progress=progress)
+        loaded = time.perf_counter() - start
+    for remark in restored.notes:
+        note(remark)
+    suffix = [] if text is None else list(model.tokenizer.encode(text, add_special_tokens=False))
+    ids = [*(restored.tokens or ())[restored.usable :], *suffix] if suffix else restored.pending()
+    pieces: list[str] = []
+    last: Any = None
+    for last in _stream(model, restored.cache, ids, max_tokens, temperature):
+        pieces.append(last.text)
+        if not as_json:
+            click.echo(last.text, nl=False)
+    result = {
+        "text": "".join(pieces),
+        "usable_tokens": restored.usable,
+        "prompt_tokens": len(ids),
+        "generated_tokens": 0 if last is None else last.generation_tokens,
+        "load_seconds": round(loaded, 4),
+        "finish_reason": None if last is None else last.finish_reason,
+        "notes": list(restored.notes),
+    }
+    if as_json:
+        emit(True, result, "")
+    else:
+        click.echo()
+        click.echo(f"{restored.usable} tokens from {source} in {loaded:.2f} s, {result['generated_tokens']} generated", err=True)
+
+
+def _stream(model: "LoadedModel", cache: list[Any], ids: list[int], max_tokens: int, temperature: float) -> Iterator[Any]:
+    from mlx_lm.generate import stream_generate
+    from mlx_lm.sample_utils import make_sampler
+
+    yield from stream_generate(
+        model.model, model.tokenizer, ids, max_tokens=max_tokens, prompt_cache=cache, sampler=make_sampler(temp=temperature)
+    )

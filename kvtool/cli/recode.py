@@ -1,0 +1,63 @@
+"""`kvtool recode`: rotate a file's keys for another model, RoPE base or position, or change its codec."""
+
+from dataclasses import asdict
+
+import click
+
+from kvtool.cli._common import bar, dtype_option, emit, frame_option, json_option, recent_option, save_lines, sink_option
+
+
+@click.command("recode")
+@click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv", help="May be IN.kv itself.")
+@click.option("--to-model", metavar="M", help="Rotate for this model's live RoPE and make the file its own.")
+@click.option("--rope-theta", type=click.FloatRange(0, min_open=True), metavar="X", help="Rotate to this RoPE base instead.")
+@click.option("--shift", type=int, default=0, metavar="N", help="Move every position by N.")
+@click.option("--codec", metavar="SPEC", help="Encode again with this codec; without it each tensor keeps its own.")
+@sink_option
+@recent_option
+@frame_option
+@dtype_option
+@json_option
+def command(
+    source: str,
+    output: str,
+    to_model: str | None,
+    rope_theta: float | None,
+    shift: int,
+    codec: str | None,
+    sink: int | None,
+    recent: int | None,
+    frame: str | None,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Rotate a file's keys for another model, RoPE base or position, or change its codec.
+
+    Keys stored before RoPE are re-rotated by editing the header alone, without added error.
+
+    \b
+    Example:
+      kvtool recode report.kv -o report-b.kv --to-model tiny-b
+      kvtool recode report.kv -o small.kv --codec rvq-2+2
+    """
+    from kvtool.model import load_model
+    from kvtool.recoding import recode
+
+    target = None if to_model is None else load_model(to_model, dtype=dtype)
+    with bar("writing", quiet=as_json) as progress:
+        report = recode(
+            source,
+            output,
+            to_model=target,
+            rope_theta=rope_theta,
+            shift=shift,
+            codec=codec,
+            sink=sink,
+            recent=recent,
+            frame=frame,
+            progress=progress,
+        )
+    quality = report.quality or {}
+    kept, again = len(quality.get("header_only", ())), len(quality.get("reencoded", ()))
+    emit(as_json, asdict(report), f"{save_lines(report)}\n  tensors copied as they are in {kept} places, encoded again in {again}")

@@ -1,0 +1,50 @@
+"""Two files' keys and values, decoded and compared layer by layer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from formats.container import Reader
+from formats.errors import IncompatibleError
+from formats.manifest import CacheInfo
+from kvtool.decoding import decode_role
+from kvtool.encoding import scalar
+from kvtool.states import Quantized
+
+
+def layer_differences(a: Reader, b: Reader) -> list[dict[str, Any]]:
+    """For each role of each layer, sum (a - b)^2 / sum a^2 over its values.
+
+    Raises:
+        IncompatibleError: the files do not have the same layers, heads, dims or rows.
+    """
+    if len(a.manifest.layers) != len(b.manifest.layers):
+        raise IncompatibleError(f"{len(a.manifest.layers)} layers, but {b.path} has {len(b.manifest.layers)}", path=a.path)
+    return [
+        entry
+        for i, (x, y) in enumerate(zip(a.manifest.layers, b.manifest.layers, strict=True))
+        for entry in _differences(str(i), a, x, b, y)
+    ]
+
+
+def _differences(name: str, a: Reader, x: CacheInfo, b: Reader, y: CacheInfo) -> Iterator[dict[str, Any]]:
+    if len(x.caches) != len(y.caches):
+        raise IncompatibleError(f"layer {name} has {len(x.caches)} caches, but in {b.path} {len(y.caches)}", path=a.path)
+    for i, (p, q) in enumerate(zip(x.caches, y.caches, strict=True)):
+        yield from _differences(f"{name}.{i}", a, p, b, q)
+    for role in ("k", "v"):
+        left, right = decode_role(a, getattr(x, role), x.positions), decode_role(b, getattr(y, role), y.positions)
+        if left is None and right is None:
+            continue
+        if left is None or right is None or left.shape != right.shape:
+            shapes = [None if v is None else tuple(v.shape) for v in (left, right)]
+            raise IncompatibleError(f"layer {name} {role} is {shapes[0]}, but in {b.path} {shapes[1]}", path=a.path)
+        p32, q32 = (_plain(v).astype(mx.float32) for v in (left, right))
+        energy = scalar(mx.sum(mx.square(p32)))
+        error = scalar(mx.sum(mx.square(p32 - q32)))
+        yield {"name": f"{name}.{role}", "relative_error": error / energy if energy else float(error > 0)}
+
+
+def _plain(value: mx.array | Quantized) -> mx.array:
+    return value.dequantize() if isinstance(value, Quantized) else value

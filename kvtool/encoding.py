@@ -1,0 +1,304 @@
+"""Turn cache layers into manifest entries and the tensors to write, one (layer, role) in memory at a time.
+
+Rows of a role are split into segments: the first `sink` positions and the newest `recent` rows are kept exact, the rest goes through
+the codec, before RoPE (frame `pre`) or as cached (frame `post`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from formats.container import TensorPlan
+from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
+from kvtool.probe import CacheProbe, RoleProbe
+from kvtool.states import CacheState, Quantized
+from veloxquant_mlx.codecs import Codec, CodecPlan
+from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+
+# mlx-lm's own quantised caches are kept verbatim under this id: parts weight, scales, biases.
+MLX_AFFINE = "mlx-affine"
+DTYPE_NAMES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+ARRAY_NAMES = {
+    **DTYPE_NAMES,
+    mx.uint8: "U8",
+    mx.int8: "I8",
+    mx.uint16: "U16",
+    mx.int16: "I16",
+    mx.uint32: "U32",
+    mx.int32: "I32",
+    mx.uint64: "U64",
+    mx.int64: "I64",
+    mx.bool_: "BOOL",
+}
+FLOAT16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class RoleSource:
+    """Where one role's rows come from.
+
+    Attributes:
+        shape: (H, S, D).
+        dtype: of the live cache.
+        rope: rotation of the cached rows, or None.
+        problem: why the rotation is not known, or None.
+        fetch: gives the (H, S, D) array; called once per lossy or raw encoding of the role.
+        verbatim: an mlx affine triplet to keep as it is, or None.
+    """
+
+    shape: tuple[int, int, int]
+    dtype: mx.Dtype
+    rope: RopeSpec | None
+    problem: str | None
+    fetch: Callable[[], mx.array]
+    verbatim: Quantized | None = None
+
+
+@dataclass
+class Tally:
+    """Squared error and energy of one role of one layer, summed over its lossy segments."""
+
+    error: float = 0.0
+    energy: float = 0.0
+
+    def relative(self) -> float:
+        return self.error / self.energy if self.energy else 0.0
+
+
+@dataclass
+class Encoder:
+    """Collects what a file will hold: codec and RoPE tables, tensors, and the error of each lossy role.
+
+    Attributes:
+        plan: codec of each role, exact rows, frame.
+        measure: decode each segment again and record its error.
+    """
+
+    plan: CodecPlan
+    measure: bool = True
+    codecs: list[CodecInfo] = field(default_factory=list)
+    ropes: list[dict[str, Any]] = field(default_factory=list)
+    tensors: list[TensorPlan] = field(default_factory=list)
+    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    kept_raw: list[str] = field(default_factory=list)
+    kept_post: list[str] = field(default_factory=list)
+    rope_problems: dict[str, str] = field(default_factory=dict)
+
+    def layer(self, name: str, state: CacheState, probe: CacheProbe) -> CacheInfo:
+        """Manifest entry of one cache; its tensors join `self.tensors`."""
+        caches = tuple(self.layer(f"{name}.{i}", s, p) for i, (s, p) in enumerate(zip(state.caches, probe.caches, strict=True)))
+        k = self.role(f"{name}.k", "k", source_of(state.k, probe.k), state.positions)
+        v = self.role(f"{name}.v", "v", source_of(state.v, probe.v), state.positions)
+        arrays = tuple(None if a is None else self.array(f"{name}.state.{i}", a) for i, a in enumerate(state.arrays))
+        if state.arrays and not self.lossless:
+            self.kept_raw.append(f"{name}: recurrent state")
+        return CacheInfo(
+            cls=state.cls,
+            attention=state.attention,
+            window=state.window,
+            offset=state.offset,
+            positions=state.positions,
+            k=k,
+            v=v,
+            arrays=arrays,
+            params=dict(state.params),
+            caches=caches,
+        )
+
+    @property
+    def lossless(self) -> bool:
+        return isinstance(self.plan.k, Raw) and isinstance(self.plan.v, Raw)
+
+    def array(self, name: str, value: mx.array) -> StateArray:
+        self.tensors.append(TensorPlan(name, ARRAY_NAMES[value.dtype], tuple(value.shape), lambda: to_numpy(value)))
+        return StateArray(dtype=ARRAY_NAMES[value.dtype], shape=tuple(value.shape), tensor=name)
+
+    def role(self, name: str, role: str, source: RoleSource | None, positions: Sequence[tuple[int, int]]) -> Role | None:
+        """Manifest entry of K or V of one cache."""
+        if source is None:
+            return None
+        heads, rows, dim = source.shape
+        rope = None if source.rope is None else self.rope(source.rope)
+        if source.problem is not None:
+            self.rope_problems[name] = source.problem
+        codec = self.plan.k if role == "k" else self.plan.v
+        if not isinstance(codec, Raw) and (dim == 0 or dim % 2):
+            self.kept_raw.append(f"{name}: head_dim {dim}")
+            codec = Raw()
+        if source.verbatim is not None and isinstance(codec, Raw):
+            segments: tuple[Segment, ...] = (self._verbatim(name, source.verbatim, rows),) if rows else ()
+        else:
+            segments = tuple(self._segments(name, role, source, codec, positions))
+        return Role(heads=heads, dim=dim, dtype=DTYPE_NAMES[source.dtype], rope=rope, segments=segments)
+
+    def rope(self, spec: RopeSpec) -> int:
+        entry = spec.to_json()
+        if entry not in self.ropes:
+            self.ropes.append(entry)
+        return self.ropes.index(entry)
+
+    def codec(self, info: CodecInfo) -> int:
+        if info not in self.codecs:
+            self.codecs.append(info)
+        return self.codecs.index(info)
+
+    def _verbatim(self, name: str, value: Quantized, rows: int) -> Segment:
+        parts = {"weight": value.weight, "scales": value.scales, "biases": value.biases}
+        for part, array in parts.items():
+            self.array(f"{name}.0.{part}", array)
+        index = self.codec(CodecInfo(MLX_AFFINE, {"bits": value.bits, "group_size": value.group_size}))
+        return Segment(rows=(0, rows), codec=index, frame="post", tensors={p: f"{name}.0.{p}" for p in parts})
+
+    def _segments(self, name: str, role: str, source: RoleSource, codec: Codec, positions: Sequence[tuple[int, int]]) -> Iterator[Segment]:
+        heads, rows, dim = source.shape
+        raw = Raw()
+        cuts = [(0, rows, codec)] if isinstance(codec, Raw) else split_rows(positions, rows, self.plan.sink, self.plan.recent, codec, raw)
+        shared = _RoleRows(source, len(cuts))
+        for index, (start, stop, chosen) in enumerate(cuts):
+            # Exact rows of a lossy file of a float32 cache take 16 bits.
+            narrow = chosen is raw and source.dtype == mx.float32
+            work = SegmentWork(
+                fetch=shared.rows(start, stop),
+                shape=(heads, stop - start, dim),
+                positions=positions_of(positions, start, stop),
+                rope=source.rope,
+                codec=chosen,
+                frame=self._frame(name, role, source, chosen),
+                dtype=mx.float16 if narrow else source.dtype,
+            )
+            yield self.segment(f"{name}.{index}", (start, stop), work)
+
+    def segment(self, name: str, rows: tuple[int, int], work: "SegmentWork") -> Segment:
+        """Manifest entry of one segment; its tensors join `self.tensors`, encoded when they are written."""
+        if self.measure and not isinstance(work.codec, Raw):
+            layer, role, _ = name.rsplit(".", 2)
+            work.tally = self.tallies.setdefault((layer, role), Tally())
+        tensors = {}
+        for part, (dtype, shape) in work.codec.layout(work.shape, work.dtype).items():
+            tensors[part] = f"{name}.{part}"
+            self.tensors.append(TensorPlan(tensors[part], dtype, shape, partial(work.give, part)))
+        return Segment(rows=rows, codec=self.codec(CodecInfo(work.codec.id, work.codec.to_params())), frame=work.frame, tensors=tensors)
+
+    def _frame(self, name: str, role: str, source: RoleSource, codec: Codec) -> str:
+        if isinstance(codec, Raw) or (source.rope is None and source.problem is None):
+            return "post"
+        frame = self.plan.frame or codec.default_frame("k" if role == "k" else "v")
+        if frame == "pre" and source.rope is None:
+            self.kept_post.append(f"{name}: {source.problem}")
+            return "post"
+        return frame
+
+
+class _RoleRows:
+    """A role's array, fetched when its first segment is encoded and dropped after its last."""
+
+    def __init__(self, source: RoleSource, users: int) -> None:
+        self.source = source
+        self.users = users
+        self.array: mx.array | None = None
+
+    def rows(self, start: int, stop: int) -> Callable[[], mx.array]:
+        return lambda: self._take()[:, start:stop]
+
+    def _take(self) -> mx.array:
+        array = self.source.fetch() if self.array is None else self.array
+        self.users -= 1
+        self.array = array if self.users else None
+        return array
+
+
+@dataclass
+class SegmentWork:
+    """One segment to encode: when the first of its tensors is asked for, and each tensor is given out once.
+
+    Attributes:
+        fetch: gives the rows as cached, (H, rows, D).
+        shape: (H, rows, D).
+        positions: of the rows, int64 (rows,).
+        rope: rotation of the rows as cached, or None.
+        codec, frame: how they are stored.
+        dtype: of raw rows; a narrowing that would overflow is an error.
+        tally: where the error is added, or None.
+    """
+
+    fetch: Callable[[], mx.array]
+    shape: tuple[int, int, int]
+    positions: np.ndarray
+    rope: RopeSpec | None
+    codec: Codec
+    frame: str
+    dtype: mx.Dtype
+    tally: Tally | None = None
+    parts: dict[str, mx.array] | None = None
+
+    def give(self, part: str) -> np.ndarray:
+        if self.parts is None:
+            self.parts = self._encode()
+        return to_numpy(self.parts.pop(part))
+
+    def _encode(self) -> dict[str, mx.array]:
+        rows = self.fetch()
+        if isinstance(self.codec, Raw):
+            if self.dtype == mx.float16 and rows.dtype == mx.float32 and rows.size and not scalar(mx.max(mx.abs(rows))) <= FLOAT16_MAX:
+                raise ValueError(
+                    f"[save] rows at positions {self.positions[0]} to {self.positions[-1]} hold values beyond float16 ({FLOAT16_MAX:g}) "
+                    "or not finite, and would be kept exact in float16; use --codec raw, or --sink 0 --recent 0."
+                )
+            return self.codec.encode(rows.astype(self.dtype))
+        rows = rows.astype(mx.float32)
+        if self.frame == "pre":
+            rows = rotate(rows, self.positions, self.rope, None)
+        parts = self.codec.encode(rows)
+        mx.eval(parts)
+        if self.tally is not None:
+            decoded = self.codec.decode(parts, self.shape, mx.float32)
+            self.tally.error += scalar(mx.sum(mx.square(rows - decoded)))
+            self.tally.energy += scalar(mx.sum(mx.square(rows)))
+        return parts
+
+
+def split_rows(
+    positions: Sequence[tuple[int, int]], rows: int, sink: int, recent: int, codec: Codec, exact: Codec
+) -> list[tuple[int, int, Codec]]:
+    """Cut [0, rows) into exact sinks (rows of position < sink), coded rows and exact newest rows; empty pieces are left out."""
+    first = min(rows, int(np.count_nonzero(positions_of(positions, 0, rows) < sink))) if sink else 0
+    last = max(first, rows - recent)
+    cuts = [(0, first, exact), (first, last, codec), (last, rows, exact)]
+    return [cut for cut in cuts if cut[1] > cut[0]]
+
+
+def positions_of(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> np.ndarray:
+    """Positions (int64) of rows start to stop, from a cache's [first, last) position ranges in row order."""
+    whole = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in ranges]) if ranges else np.empty(0, np.int64)
+    return whole[start:stop]
+
+
+def source_of(value: mx.array | Quantized | None, probe: RoleProbe | None) -> RoleSource | None:
+    """A role of a live cache as something to encode."""
+    if value is None or probe is None:
+        return None
+    if isinstance(value, Quantized):
+        quantized = value
+        return RoleSource(value.shape, value.dtype, probe.rope, probe.rope_problem, quantized.dequantize, quantized)
+    array = value
+    heads, rows, dim = value.shape
+    return RoleSource((heads, rows, dim), value.dtype, probe.rope, probe.rope_problem, lambda: array)
+
+
+def scalar(value: mx.array) -> float:
+    """A real 0-d array as a Python float."""
+    number = value.item()
+    assert isinstance(number, int | float)
+    return float(number)
+
+
+def to_numpy(value: mx.array) -> np.ndarray:
+    """The bytes of an MLX array as NumPy (bfloat16 as uint16), evaluated and row-contiguous."""
+    if value.dtype == mx.bfloat16:
+        value = value.view(mx.uint16)
+    return np.array(mx.contiguous(value), copy=False)

@@ -1,0 +1,174 @@
+"""What a file is worth: held-out text scored on its cache, beside the model's own prefill and beside no cache at all.
+
+KL is the mean over positions of KL(own || arm) of the next-token distribution in nats, computed in float64 from the logits.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from formats.errors import IncompatibleError
+from kvtool.archive import Archive
+from kvtool.archive import open as open_archive
+from kvtool.capturing import check_ids, encode_prompt, prefill
+from kvtool.model import LoadedModel
+
+ARMS = ("own", "transferred", "none")
+CHUNK = 128
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One arm's scores.
+
+    Attributes:
+        arm: "own" (the model's own prefill), "transferred" (the file's cache) or "none" (no cache).
+        nll: mean negative log-likelihood of the next token, nats.
+        kl: mean KL(own || arm), nats.
+        kl_p99: its 99th percentile.
+        top1: share of positions whose most likely token is that of `own`.
+        seconds: to get the cache ready (prefill, or load and decode).
+    """
+
+    arm: str
+    nll: float
+    kl: float
+    kl_p99: float
+    top1: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Scores of a file on one text.
+
+    Attributes:
+        path: the file; model: who scored it; codec: what the file's codecs are, by id.
+        prefix: tokens in the cache.
+        n: positions scored.
+        arms: one result an arm.
+    """
+
+    path: str
+    model: str
+    codecs: tuple[str, ...]
+    prefix: int
+    n: int
+    arms: tuple[ArmResult, ...]
+
+    def arm(self, name: str) -> ArmResult:
+        """The result of one arm."""
+        return next(a for a in self.arms if a.arm == name)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(
+    source: str | os.PathLike[str] | Archive,
+    model: LoadedModel,
+    text: str | Sequence[int],
+    *,
+    arms: Sequence[str] = ARMS,
+    tokens: int = 256,
+    allow_mismatch: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> EvalReport:
+    """Score held-out text on a file's cache.
+
+    Args:
+        source: a kvtool file with token ids (the own prefill needs them).
+        model: the model that scores.
+        text: what follows the cached prefix, as text or token ids; a text that begins with the prefix itself is scored from there on.
+        arms: some of "own", "transferred", "none"; "own" is always run, since the others are measured against it.
+        tokens: positions to score at most.
+        allow_mismatch: as in `load`.
+        progress: called with (positions done, positions in all).
+    Raises:
+        ValueError: an unknown arm, or fewer than two tokens of text.
+        IncompatibleError: the file holds no token ids, or does not fit the model.
+    """
+    unknown = sorted(set(arms) - set(ARMS))
+    if unknown:
+        raise ValueError(f"[evaluate] arms must be some of {', '.join(ARMS)}, but got {', '.join(unknown)}.")
+    archive = source if isinstance(source, Archive) else open_archive(source)
+    try:
+        if archive.tokens is None:
+            raise IncompatibleError("the file holds no token ids, so there is no own prefill to compare with", path=archive.path)
+        prefix = list(archive.tokens[: archive.length])
+        ids = continuation(model, text, prefix)
+        n = min(tokens, len(ids) - 1)
+        if n < 1:
+            raise ValueError(f"[evaluate] the text gives {len(ids)} tokens after the prefix; at least 2 are needed.")
+        caches: dict[str, list[Any]] = {}
+        seconds: dict[str, float] = {}
+        for arm in [a for a in ARMS if a == "own" or a in arms]:
+            start = time.perf_counter()
+            caches[arm] = _cache(arm, archive, model, prefix, allow_mismatch)
+            seconds[arm] = time.perf_counter() - start
+        scores = _scores(model, caches, ids, n, progress)
+        codecs = tuple(dict.fromkeys(c.id for c in archive.manifest.codecs))
+        results = tuple(_result(arm, scores[arm], seconds[arm]) for arm in caches)
+        return EvalReport(archive.path, model.info.name, codecs, len(prefix), n, results)
+    finally:
+        if archive is not source:
+            archive.close()
+
+
+def continuation(model: LoadedModel, text: str | Sequence[int], prefix: Sequence[int]) -> list[int]:
+    """Token ids to score: those of the text, without the cached prefix where the text begins with it."""
+    ids = encode_prompt(model, text) if isinstance(text, str) else [int(t) for t in text]
+    check_ids(model, ids)
+    return ids[len(prefix) :] if ids[: len(prefix)] == list(prefix) else ids
+
+
+def _cache(arm: str, archive: Archive, model: LoadedModel, prefix: Sequence[int], allow_mismatch: bool) -> list[Any]:
+    if arm == "own":
+        return prefill(model, prefix)
+    if arm == "transferred":
+        return archive.load(model, allow_mismatch=allow_mismatch).cache
+    return list(make_prompt_cache(model.model))
+
+
+def _scores(
+    model: LoadedModel, caches: dict[str, list[Any]], ids: Sequence[int], n: int, progress: Callable[[int, int], None] | None
+) -> dict[str, dict[str, np.ndarray]]:
+    """Per position: nll, kl, hit of every arm; the arms advance together, so that only a chunk of logits is held."""
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {arm: [] for arm in caches}
+    for start in range(0, n, CHUNK):
+        stop = min(start + CHUNK, n)
+        fed = mx.array(list(ids[start:stop]))[None]
+        targets = np.asarray(ids[start + 1 : stop + 1])
+        own: np.ndarray | None = None
+        for arm, cache in caches.items():
+            logp = log_softmax(np.array(model.model(fed, cache=cache)[0].astype(mx.float32)))
+            own = logp if own is None else own
+            nll = -logp[np.arange(len(targets)), targets]
+            kl = np.sum(np.exp(own) * (own - logp), axis=-1)
+            parts[arm].append((nll, kl, logp.argmax(-1) == own.argmax(-1)))
+        if progress is not None:
+            progress(stop, n)
+    return {arm: dict(zip(("nll", "kl", "hit"), map(np.concatenate, zip(*p, strict=True)), strict=True)) for arm, p in parts.items()}
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities (float64) over the last axis."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def _result(arm: str, scores: dict[str, np.ndarray], seconds: float) -> ArmResult:
+    return ArmResult(
+        arm=arm,
+        nll=float(scores["nll"].mean()),
+        kl=float(scores["kl"].mean()),
+        kl_p99=float(np.quantile(scores["kl"], 0.99)),
+        top1=float(scores["hit"].mean()),
+        seconds=seconds,
+    )

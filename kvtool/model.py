@@ -1,0 +1,121 @@
+"""Load an mlx-lm model together with its identity."""
+
+import json
+import logging
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path, load
+
+from formats.errors import IncompatibleError
+from formats.manifest import ModelInfo
+from kvtool import tiny
+from kvtool.identity import digest_of_tokenizer, weights_digest
+
+logger = logging.getLogger(__name__)
+
+REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, with who it is.
+
+    Attributes:
+        model: the mlx-lm module.
+        tokenizer: mlx-lm's tokenizer wrapper.
+        info: name, architecture, digests of weights and tokenizer, and the dtype it runs in.
+        folder: where its files are.
+    """
+
+    model: Any
+    tokenizer: Any
+    info: ModelInfo
+    folder: Path
+
+
+def default_dtype() -> str | None:
+    """The dtype to run models in: float32 on MLX's Linux CPU build (16-bit products are 30 times slower there), else None: as stored."""
+    return "float32" if sys.platform.startswith("linux") and mx.default_device().type == mx.cpu else None
+
+
+def load_model(source: str | Path, *, dtype: str = "auto") -> LoadedModel:
+    """Load a model and compute its identity.
+
+    Args:
+        source: a model directory, a Hugging Face repository id, or `tiny-a` / `tiny-b` (shipped with kvtool).
+        dtype: "auto" (float32 on a Linux CPU, as stored elsewhere), "stored", "float32", "float16" or "bfloat16".
+    Returns:
+        LoadedModel
+    Raises:
+        IncompatibleError: there is no such model, or mlx-lm cannot load it.
+        ValueError: unknown dtype.
+    """
+    if dtype not in ("auto", "stored", *DTYPES):
+        raise ValueError(f"[load_model] dtype must be one of auto, stored, {', '.join(DTYPES)}, but got {dtype!r}.")
+    folder = _folder(source)
+    config = _config(folder)
+    try:
+        model, tokenizer = load(str(folder))[:2]
+    except (ValueError, FileNotFoundError, KeyError) as error:
+        raise IncompatibleError(
+            f"mlx-lm cannot load this model: {error}", path=str(folder), hint="check the path, and that mlx-lm supports its model_type"
+        ) from error
+    chosen = default_dtype() if dtype == "auto" else None if dtype == "stored" else dtype
+    if chosen is not None:
+        model.set_dtype(DTYPES[chosen])
+        mx.eval(model.parameters())
+        logger.info("%s runs in %s", source, chosen)
+    info = ModelInfo(
+        name=str(source) if not Path(str(source)).exists() else folder.resolve().name,
+        architecture=str(config.get("model_type", "unknown")),
+        weights=weights_digest(folder),
+        tokenizer=digest_of_tokenizer(tokenizer),
+        dtype=chosen,
+    )
+    return LoadedModel(model, tokenizer, info, folder)
+
+
+def _folder(source: str | Path) -> Path:
+    if str(source) in tiny.NAMES and not Path(source).exists():
+        return tiny.path(str(source))
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise IncompatibleError(
+            "not a model directory", path=str(folder), hint="give the directory that holds config.json and model*.safetensors"
+        )
+    if not REPO_ID.fullmatch(str(source)):
+        raise IncompatibleError(
+            "no such directory", path=str(folder), hint="give a model directory, a repository id such as org/name, or tiny-a"
+        )
+    try:
+        return hf_repo_to_path(str(source))
+    except LocalEntryNotFoundError:
+        logger.info("downloading %s", source)
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=DEFAULT_ALLOW_PATTERNS))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise IncompatibleError(
+            f"neither a local directory nor a repository that can be reached ({type(error).__name__})",
+            path=str(source),
+            hint="give a local model directory, or download the repository first",
+        ) from error
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise IncompatibleError("no config.json", path=str(folder), hint="give the directory that mlx-lm can load") from error
+    except ValueError as error:
+        raise IncompatibleError(f"not JSON ({error})", path=str(path), hint="download the model again") from error

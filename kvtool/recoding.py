@@ -1,0 +1,265 @@
+"""Recode: re-rotate the keys of a file for another RoPE, position or model, and change its codec, one (layer, role) in memory at a time.
+
+Keys stored before RoPE need no touch: their rotation stands in the header, so a recode edits that alone and adds no error. Keys stored as
+cached are decoded, rotated once by p_t w_t - p_s w_s, and encoded again; the error that adds is measured and recorded.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from formats.container import Reader, TensorPlan
+from formats.errors import IncompatibleError
+from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment
+from kvtool.archive import Archive, SaveReport, codec_plan, live_sizes, write_archive
+from kvtool.archive import open as open_archive
+from kvtool.compat import check_layers, short
+from kvtool.decoding import FLOATS, codec_of, decode_role, decode_segment, rope_of
+from kvtool.encoding import MLX_AFFINE, Encoder, RoleSource, SegmentWork, positions_of
+from kvtool.model import LoadedModel
+from kvtool.probe import CacheProbe, RoleProbe, probe_model
+from kvtool.states import Quantized
+from veloxquant_mlx.codecs import Codec, CodecPlan
+from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+
+
+def recode(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to_model: LoadedModel | None = None,
+    rope_theta: float | None = None,
+    shift: int = 0,
+    codec: str | CodecPlan | None = None,
+    sink: int | None = None,
+    recent: int | None = None,
+    frame: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SaveReport:
+    """Write `source` again with keys rotated for another RoPE base, model or position, or with another codec.
+
+    Args:
+        source: a kvtool file. It may be the target as well.
+        target: the file to write, atomically.
+        to_model: rotate for this model's live RoPE and make the file its own (same layers, KV heads, head dims and tokenizer needed).
+        rope_theta: rotate to this base instead (plain or linearly scaled RoPE).
+        shift: move every position by this many.
+        codec: encode again with this codec; None keeps each tensor's own.
+        sink, recent, frame: as in `save`, with `codec`.
+        progress: called with (bytes written, bytes in all).
+    Returns:
+        SaveReport; its `quality` is the error this step added, None where it added none.
+    Raises:
+        ValueError: nothing to do, or to_model and rope_theta both given.
+        IncompatibleError: other shapes, another tokenizer, a RoPE that cannot be described, a position below 0.
+    """
+    if to_model is not None and rope_theta is not None:
+        raise ValueError("[recode] give to_model or rope_theta, not both.")
+    if to_model is None and rope_theta is None and shift == 0 and codec is None:
+        raise ValueError("[recode] nothing to do: give to_model, rope_theta, shift or codec.")
+    if codec is None and (sink, recent, frame) != (None, None, None):
+        raise ValueError("[recode] sink, recent and frame go with a codec.")
+    with open_archive(source) as archive:
+        manifest = archive.manifest
+        probes = None if to_model is None else _fit(archive, to_model)
+        plan = None if codec is None else codec_plan(codec, sink, recent, frame)
+        job = _Recoder(archive.reader, plan, rope_theta, shift)
+        layers = tuple(job.cache(str(i), info, None if probes is None else probes[i]) for i, info in enumerate(manifest.layers))
+        model = manifest.model if to_model is None else to_model.info
+        details: dict[str, Any] = {"header_only": sorted(job.untouched), "reencoded": sorted(job.touched)}
+        if to_model is not None:
+            details |= {"from": manifest.model.name, "to": model.name, "same_weights": manifest.model.weights == model.weights}
+        if rope_theta is not None:
+            details["rope_theta"] = rope_theta
+        if shift:
+            details["shift"] = shift
+        report = write_archive(
+            target,
+            model,
+            archive.tokens,
+            manifest.length,
+            layers,
+            job.encoder,
+            manifest.quality,
+            step="recode",
+            details=details,
+            extra=origin(manifest, model),
+            progress=progress,
+        )
+        cache_bytes, values = live_sizes(manifest.layers)
+        spec = report.codec if plan is not None else "as stored"
+        return replace(report, codec=spec, cache_bytes=cache_bytes, fp16_bytes=2 * values)
+
+
+def _fit(archive: Archive, model: LoadedModel) -> tuple[CacheProbe, ...]:
+    """The target's layer table, after checking that the file's layers and tokenizer fit it."""
+    probes = probe_model(model.model)
+    check_layers(archive.path, archive.manifest.layers, probes)
+    here, there = archive.manifest.model.tokenizer, model.info.tokenizer
+    if here != there:
+        raise IncompatibleError(
+            f"tokenizer {short(here)} of {archive.manifest.model.name} is not {short(there)} of {model.info.name}",
+            path=archive.path,
+            hint="caches move only between models that share a tokenizer",
+        )
+    return probes
+
+
+def origin(manifest: Manifest, model: ModelInfo) -> dict[str, Any]:
+    """`extra` of a recoded file: what it carried, and the model that computed the keys and values at first."""
+    first = {"name": manifest.model.name, "weights": manifest.model.weights}
+    return {**manifest.extra, "origin": manifest.extra.get("origin", first)} if model != manifest.model else dict(manifest.extra)
+
+
+class _Recoder:
+    """Builds the new file's layers; `untouched` and `touched` name the roles whose tensors are copied and encoded again."""
+
+    def __init__(self, reader: Reader, plan: CodecPlan | None, rope_theta: float | None, shift: int) -> None:
+        self.reader = reader
+        self.plan = plan
+        self.rope_theta = rope_theta
+        self.shift = shift
+        self.encoder = Encoder(plan or CodecPlan(k=Raw(), v=Raw(), sink=0, recent=0, frame=None))
+        self.untouched: set[str] = set()
+        self.touched: set[str] = set()
+
+    def cache(self, name: str, info: CacheInfo, probe: CacheProbe | None) -> CacheInfo:
+        if info.positions and info.positions[0][0] + self.shift < 0:
+            raise IncompatibleError(
+                f"layer {name} begins at position {info.positions[0][0]}, so a shift by {self.shift} ends below 0", path=self.reader.path
+            )
+        caches = tuple(self.cache(f"{name}.{i}", c, None if probe is None else probe.caches[i]) for i, c in enumerate(info.caches))
+        positions = tuple((a + self.shift, b + self.shift) for a, b in info.positions)
+        for state in info.arrays:
+            if state is not None:
+                self._copy(state.tensor)
+        return replace(
+            info,
+            positions=positions,
+            offset=info.offset + self.shift if info.positions else info.offset,
+            k=self._role(f"{name}.k", "k", info, info.k, positions, None if probe is None else probe.k),
+            v=self._role(f"{name}.v", "v", info, info.v, positions, None if probe is None else probe.v),
+            caches=caches,
+        )
+
+    def _role(
+        self, name: str, role: str, info: CacheInfo, old: Role | None, positions: tuple[tuple[int, int], ...], probe: RoleProbe | None
+    ) -> Role | None:
+        if old is None:
+            return None
+        source = rope_of(self.reader, old.rope)
+        target = self._target(name, source, probe)
+        if self.plan is not None:
+            return self._transcode(name, role, info, old, positions, source, target)
+        index = None if target is None else self.encoder.rope(target)
+        segments = tuple(self._segment(name, i, info, old, s, positions, source, target) for i, s in enumerate(old.segments))
+        return replace(old, rope=index, segments=segments)
+
+    def _target(self, name: str, source: RopeSpec | None, probe: RoleProbe | None) -> RopeSpec | None:
+        """The rotation a role's rows are to have, refused by name where either side's is not known."""
+        problem = self.reader.manifest.extra.get("rope_problems", {}).get(name)
+        if problem is None and probe is not None:
+            problem = probe.rope_problem
+        moves = probe is not None or self.rope_theta is not None or self.shift != 0
+        if problem is not None and moves:
+            raise IncompatibleError(f"{name}: keys cannot be rotated: {problem}", path=self.reader.path)
+        if probe is not None:
+            return probe.rope
+        if self.rope_theta is None or source is None:
+            return source
+        if source.base is None:
+            raise IncompatibleError(
+                f"{name}: RoPE of kind {source.kind} is given by its periods, so a base alone does not say the target",
+                path=self.reader.path,
+                hint="use --to-model",
+            )
+        return replace(source, base=float(self.rope_theta))
+
+    def _transcode(
+        self,
+        name: str,
+        role: str,
+        info: CacheInfo,
+        old: Role,
+        positions: tuple[tuple[int, int], ...],
+        source: RopeSpec | None,
+        target: RopeSpec | None,
+    ) -> Role | None:
+        self.touched.add(name)
+        rows = info.rows
+        problem = self.reader.manifest.extra.get("rope_problems", {}).get(name)
+
+        def fetch() -> mx.array:
+            value = decode_role(self.reader, old, info.positions)
+            assert value is not None
+            array = value.dequantize() if isinstance(value, Quantized) else value
+            return self._rotated(array, info.positions, positions, (0, rows), source, target)
+
+        return self.encoder.role(name, role, RoleSource((old.heads, rows, old.dim), FLOATS[old.dtype], target, problem, fetch), positions)
+
+    def _segment(
+        self,
+        name: str,
+        index: int,
+        info: CacheInfo,
+        role: Role,
+        segment: Segment,
+        positions: tuple[tuple[int, int], ...],
+        source: RopeSpec | None,
+        target: RopeSpec | None,
+    ) -> Segment:
+        """One segment of the new file: copied where its bytes stay valid, else decoded, rotated and encoded again."""
+        codec_info = self.reader.manifest.codecs[segment.codec]
+        pairing_kept = source is None or target is None or source.pairing == target.pairing
+        still = source == target and (self.shift == 0 or source is None)
+        if still or (segment.frame == "pre" and source is not None and target is not None and pairing_kept):
+            for tensor in segment.tensors.values():
+                self._copy(tensor)
+            self.untouched.add(name)
+            return replace(segment, codec=self.encoder.codec(codec_info))
+        self.touched.add(name)
+        if codec_info.id == MLX_AFFINE:
+            # Rotated rows no longer are what mlx quantised: they are kept in the cache's own precision rather than quantised twice.
+            codec: Codec = Raw()
+            dtype = FLOATS[role.dtype]
+        else:
+            codec = codec_of(self.reader.path, codec_info)
+            stored = self.reader.tensors[segment.tensors["data"]].dtype if isinstance(codec, Raw) else role.dtype
+            dtype = FLOATS[stored]
+        start, stop = segment.rows
+
+        def fetch() -> mx.array:
+            rows = decode_segment(self.reader, role, segment, info.positions)
+            return self._rotated(rows, info.positions, positions, segment.rows, source, target)
+
+        work = SegmentWork(
+            fetch=fetch,
+            shape=(role.heads, stop - start, role.dim),
+            positions=positions_of(positions, start, stop),
+            rope=target,
+            codec=codec,
+            frame=segment.frame if target is not None else "post",
+            dtype=dtype,
+        )
+        return self.encoder.segment(f"{name}.{index}", segment.rows, work)
+
+    def _copy(self, tensor: str) -> None:
+        stored = self.reader.tensors[tensor]
+        self.encoder.tensors.append(TensorPlan(tensor, stored.dtype, tuple(stored.shape), lambda: self.reader.array(tensor)))
+
+    def _rotated(
+        self,
+        rows: mx.array,
+        old: Sequence[tuple[int, int]],
+        new: Sequence[tuple[int, int]],
+        span: tuple[int, int],
+        source: RopeSpec | None,
+        target: RopeSpec | None,
+    ) -> mx.array:
+        if source == target and (self.shift == 0 or source is None):
+            return rows
+        return rotate(rows, positions_of(old, *span), source, target, target_positions=positions_of(new, *span))
