@@ -41,15 +41,16 @@ def check(path: str | os.PathLike[str], progress: Callable[[int, int], None] | N
             total = sum(info.padded for info in inside)
             done = 0
             if inside:
-                with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:
-                    for info in inside:
-                        try:
-                            tensor_array(data, info)
-                        except KVError as error:
-                            problems.append(error)
-                        done += info.padded
-                        if progress is not None:
-                            progress(done, total)
+                # Not closed here: the traceback of a problem may still show a part of it.
+                data = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+                for info in inside:
+                    try:
+                        tensor_array(data, info)
+                    except KVError as error:
+                        problems.append(error)
+                    done += info.padded
+                    if progress is not None:
+                        progress(done, total)
     except KVError as error:
         problems.append(error)
     for problem in problems:
