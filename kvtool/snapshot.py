@@ -159,25 +159,17 @@ def _take_rotating(cache: RotatingKVCache, where: str, row: int | None) -> Cache
     if cache.keys is None:
         return state
     size, index, offset = cache.keys.shape[2], cache._idx, cache.offset
+    window, keep = cache.max_size, cache.keep
     chosen = _row(cache.keys.shape[0], row, where)
-    if index == size <= offset:
-        pieces = [(0, size)]
-    elif size == cache.max_size < offset and cache.keep < index < size:
-        pieces = [(0, cache.keep), (index, size), (cache.keep, index)]
-    elif 0 <= index == offset < size:
-        pieces = [(0, index)]
-    else:
-        raise _broken(cache, where, f"{size} rows, index {index}, offset {offset}, max_size {cache.max_size}")
-    rows = sum(stop - start for start, stop in pieces)
-    excess = rows - cache.max_size
-    if excess > 0:
-        # A prefill chunk leaves more than the window; every next update drops these rows before attending.
-        pieces = [(0, cache.keep), (cache.keep + excess, rows)]
-    elif offset >= cache.max_size and excess < -1:
-        raise _broken(cache, where, f"{rows} rows of a window of {cache.max_size} after {offset} tokens")
-    _check_rows(cache, where, max(stop for _, stop in pieces), cache.keys, cache.values)
-    ring = index if excess == 0 or offset < cache.max_size else cache.max_size
-    return _rotated(state, cache, chosen, pieces, offset, ring)
+    if offset < window and 0 <= index == offset <= size:
+        return _rotated(state, cache, chosen, [(0, index)], offset, index)
+    # A full window: every next update drops or overwrites all but the first `keep` and the newest rows, before attending.
+    newest = window - 1 - keep
+    if offset >= window > max(keep, 1) and index == size >= window - 1:
+        return _rotated(state, cache, chosen, [(0, keep), (size - newest, size)], offset, window)
+    if offset > window == size and keep < index < size:
+        return _rotated(state, cache, chosen, [(0, keep), (index + 1, size), (keep, index)], offset, index)
+    raise _broken(cache, where, f"{size} rows, index {index}, offset {offset}, max_size {window}, keep {keep}")
 
 
 def _rotated(state: CacheState, cache: Any, row: int, pieces: list[tuple[int, int]], offset: int, ring: int) -> CacheState:
@@ -216,21 +208,19 @@ def _take_batch_rotating(cache: BatchRotatingKVCache, where: str, row: int | Non
     chosen = _row(cache.left_padding.size, row, where)
     if getattr(cache, "_lengths", None) is not None:
         raise ValueError(f"[take_states] {where} is between prepare() and finalize(); its padding is not at the left yet.")
-    padding, offset = cache.left_padding[chosen].item(), cache.offset[chosen].item()
+    offset = cache.offset[chosen].item()
     if cache.keys is None or offset <= 0:
         return state
     size, index, window = cache.keys.shape[2], cache._idx, cache.max_size
-    _check_rows(cache, where, index, cache.keys, cache.values)
     held = size if cache.rotated else index
-    live = min(held - max(0, padding), window)
-    # One row may lack at a full window: the slot that the next update overwrites unread.
-    if not min(offset, window - 1) <= live <= offset:
-        raise _broken(cache, where, f"row {chosen}: {offset} tokens, {live} of {held} rows live, max_size {window}")
-    # Temporal order is index..size, 0..index in a ring; this row's tokens are the last `live` of it.
-    if not cache.rotated or live <= index:
-        pieces = [(index - live, index)]
-    else:
-        pieces = [(size - (live - index), size), (0, index)]
+    # left_padding falls below the padding in front of a row whose tokens were evicted before it was right-padded, so that in a
+    # full window only the newest window - 1 rows are sure; they are also all that a continuation reads.
+    live = min(offset, window - 1)
+    if (offset < window and held - cache.left_padding[chosen].item() != offset) or held < live or index > size:
+        raise _broken(cache, where, f"row {chosen}: {offset} tokens, {held} rows, max_size {window}")
+    # The newest row lies before `index`; in a ring the rows before it wrap around to the end.
+    wrapped = max(0, live - index)
+    pieces = [(size - wrapped, size), (index - (live - wrapped), index)]
     return _rotated(state, cache, chosen, pieces, offset, live if offset < window else window)
 
 
@@ -318,17 +308,16 @@ def _build_rotating(state: CacheState, where: str) -> RotatingKVCache:
     if not isinstance(state.k, mx.array) or not isinstance(state.v, mx.array):
         return cache
     rows, full = state.rows, state.offset >= size
-    if (full and not (size - 1 <= rows <= size and keep < ring <= size)) or (not full and (rows != state.offset or ring != rows)):
+    if rows != min(state.offset, size - 1) or not (keep < ring <= size if full else ring == rows):
         raise IncompatibleError(f"{where}: ring {ring} of {size} slots cannot hold {rows} rows with {state.offset} tokens seen")
     cache.offset, cache._idx = state.offset, ring
 
     def physical(array: mx.array) -> mx.array:
-        if full and rows < size:
-            # The oldest slot is overwritten or dropped before it is read.
-            array = mx.concatenate([array[:, :keep], mx.zeros_like(array[:, :1]), array[:, keep:]], axis=1)
-        if full and ring < size:
-            cut = size - (ring - keep)
-            array = mx.concatenate([array[:, :keep], array[:, cut:], array[:, keep:cut]], axis=1)
+        if full:
+            # The slot of the next write holds the oldest row, which no update reads. A ring at its end starts again after `keep`.
+            slot = keep if ring == size else ring
+            cut = rows - (slot - keep)
+            array = mx.concatenate([array[:, :keep], array[:, cut:], mx.zeros_like(array[:, :1]), array[:, keep:cut]], axis=1)
         return _live(array)
 
     cache.keys, cache.values = physical(state.k), physical(state.v)

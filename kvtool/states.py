@@ -107,21 +107,25 @@ def check_against(states: Sequence[CacheState], probes: Sequence[CacheProbe]) ->
     a RotatingKVCache (`max_kv_size`) where the model keeps every token has lost rows. Layers without rows pass.
 
     Raises:
-        IncompatibleError: names every layer that differs and each differing field, the cache's value first.
+        IncompatibleError: names each differing field (the cache's value, not the model's) and the layers where it differs.
     """
     if len(states) != len(probes):
         raise IncompatibleError(f"the cache has {len(states)} layers, the model {len(probes)}")
-    problems = [text for i, pair in enumerate(zip(states, probes, strict=True)) for text in _differences(f"layer {i}", *pair)]
+    problems: dict[str, list[str]] = {}
+    for i, pair in enumerate(zip(states, probes, strict=True)):
+        for where, text in _differences(str(i), *pair):
+            problems.setdefault(text, []).append(where)
     if problems:
-        raise IncompatibleError(f"the cache does not fit the model: {'; '.join(problems)}")
+        texts = "; ".join(f"{text} in layer {', '.join(names)}" for text, names in problems.items())
+        raise IncompatibleError(f"the cache does not fit the model: {texts}")
 
 
-def _differences(where: str, state: CacheState, probe: CacheProbe) -> Iterator[str]:
+def _differences(where: str, state: CacheState, probe: CacheProbe) -> Iterator[tuple[str, str]]:
     if state.attention != probe.attention:
-        yield f"{where}: {_kind(state)}, in the model {_kind(probe)}"
+        yield where, f"{_kind(state)}, not {_kind(probe)}"
         return
     if len(state.caches) != len(probe.caches):
-        yield f"{where}: {len(state.caches)} caches, in the model {len(probe.caches)}"
+        yield where, f"{len(state.caches)} caches, not {len(probe.caches)}"
         return
     for i, pair in enumerate(zip(state.caches, probe.caches, strict=True)):
         yield from _differences(f"{where}.{i}", *pair)
@@ -138,7 +142,7 @@ def _differences(where: str, state: CacheState, probe: CacheProbe) -> Iterator[s
         # Integer state is a window of token ids, whose length varies.
         if a is not None and p is not None and mx.issubdtype(a.dtype, mx.floating):
             fields.append((f"state array {i} shape", tuple(a.shape), p.shape))
-    yield from (f"{where}: {name} {ours}, in the model {theirs}" for name, ours, theirs in fields if ours != theirs)
+    yield from ((where, f"{name} {ours}, not {theirs}") for name, ours, theirs in fields if ours != theirs)
 
 
 def _kind(cache: CacheState | CacheProbe) -> str:
