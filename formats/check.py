@@ -5,9 +5,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from formats.container import naming, opened, tensor_array
+from formats.container import tensor_array
 from formats.errors import KVError
 from formats.examine import examine
+from formats.files import naming, opened
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ maps it is the one thing that the system answers with a signal instead of an exc
 import contextlib
 import mmap
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,7 +20,7 @@ import numpy as np
 import zstandard
 
 from formats.atomic import AtomicFile, atomic_write
-from formats.errors import CompressionError, DigestError, KVError, LayoutError, NotKvtoolError, PaddingError
+from formats.errors import CompressionError, DigestError, KVError, LayoutError, PaddingError
 from formats.examine import (
     DIGEST_AT,
     MAX_EXPANSION,
@@ -33,15 +32,11 @@ from formats.examine import (
     reference_problems,
     tensor_json,
 )
-from formats.header import MAX_HEADER, count, is_tensor_name
+from formats.files import naming, opened
+from formats.header import MAX_HEADER, NUMPY, count, is_tensor_name
 from formats.manifest import ITEM_BYTES, Manifest, parse, to_json
 from formats.strict_json import dumps, loads
 
-# How numpy holds each dtype; BF16 comes as the uint16 of its bits.
-NUMPY = {
-    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
-    "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8",
-}  # fmt: skip
 _CHUNK = 1 << 20
 _LEVEL = 3
 # Compression is kept if it saves a twentieth; four samples of 64 KiB decide whether it is tried at all.
@@ -343,35 +338,6 @@ def open_container(path: str | os.PathLike[str]) -> Reader:
         OSError: it cannot be read at all.
     """
     return Reader(path)
-
-
-@contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Context manager: a KVError that passes through learns which file it is about."""
-    try:
-        yield
-    except KVError as error:
-        error.path = error.path or path
-        raise
-
-
-@contextlib.contextmanager
-def opened(path: str) -> Iterator[tuple[int, int]]:
-    """Context manager: descriptor and size of a regular file.
-
-    Raises:
-        NotKvtoolError: a folder, device or pipe.
-        OSError: it cannot be opened.
-    """
-    # Non-blocking, or opening a pipe would wait for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise NotKvtoolError("a folder, not a file" if stat.S_ISDIR(status.st_mode) else "not a regular file")
-        yield fd, status.st_size
-    finally:
-        os.close(fd)
 
 
 def tensor_array(data: "mmap.mmap | memoryview", info: TensorInfo, *, verify: bool = True) -> np.ndarray:

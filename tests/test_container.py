@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import zstandard
-from container_cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats import errors
+from formats.check import check
+from formats.container import TensorPlan, open_container, write_container
+from formats.manifest import ITEM_BYTES, Manifest, Tokens, parse, to_json
+from tests.container_cases import (
     NUMPY,
     PREFIX,
     forge,
@@ -27,13 +34,6 @@ from container_cases import (
     tiny_manifest,
     tiny_plans,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from formats import errors
-from formats.check import check
-from formats.container import TensorPlan, open_container, write_container
-from formats.manifest import ITEM_BYTES, Manifest, Tokens, parse, to_json
 
 
 @pytest.fixture

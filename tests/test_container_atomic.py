@@ -10,11 +10,11 @@ import sys
 import time
 
 import pytest
-from container_cases import plans, small_arrays, small_manifest, tiny_manifest, tiny_plans
 
 from formats.atomic import atomic_write, is_leftover
 from formats.check import check
 from formats.container import open_container, write_container
+from tests.container_cases import plans, small_arrays, small_manifest, tiny_manifest, tiny_plans
 
 CALLS = ("open", "write", "fsync", "lseek", "ftruncate", "close", "replace", "pread")
 
@@ -117,7 +117,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 
 WRITER = """if True:
     import sys
-    from container_cases import plans, small_arrays, small_manifest, tiny_manifest, tiny_plans
+    from tests.container_cases import plans, small_arrays, small_manifest, tiny_manifest, tiny_plans
     from formats.container import write_container
     print("ready", flush=True)
     i = 0
@@ -131,7 +131,7 @@ WRITER = """if True:
 
 
 def start_writer(path, rounds: int) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(rounds)], stdout=subprocess.PIPE, env=environment)
     assert process.stdout.readline() == b"ready\n"
     return process
@@ -147,7 +147,7 @@ def whole(tmp_path) -> set[bytes]:
 
 KILLED_AT_EVERY_CALL = """if True:
     import os, signal, sys
-    from container_cases import plans, small_arrays, small_manifest
+    from tests.container_cases import plans, small_arrays, small_manifest
     from formats.atomic import is_leftover
     from formats.container import write_container
 
@@ -196,7 +196,7 @@ KILLED_AT_EVERY_CALL = """if True:
 
 def test_killed_at_every_call(tmp_path):
     write_container(tmp_path / "a.kv", tiny_manifest(), tiny_plans())
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), *sys.path])}
     subprocess.run([sys.executable, "-c", KILLED_AT_EVERY_CALL, str(tmp_path / "a.kv")], env=environment, check=True)
 
 
