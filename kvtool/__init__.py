@@ -2,6 +2,7 @@
 
     import kvtool
 
+    kvtool.use_openblas()                                 # Linux CPU only, before MLX is imported
     model = kvtool.load_model("mlx-community/SmolLM2-135M-Instruct")
     snapshot = kvtool.capture(model, "A long shared prompt ...")
     kvtool.save(snapshot, "prompt.kv", codec="rvq-2+2")
@@ -19,6 +20,7 @@ from kvtool.version import __version__
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
+    "use_openblas": "kvtool.blas",
     "load_model": "kvtool.model",
     "LoadedModel": "kvtool.model",
     "capture": "kvtool.capturing",
@@ -37,6 +39,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from kvtool.blas import use_openblas as use_openblas
     from kvtool.archive import Archive as Archive
     from kvtool.archive import Restored as Restored
     from kvtool.archive import SaveReport as SaveReport

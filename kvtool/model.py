@@ -16,6 +16,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path, load
 from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
 from kvtool import tiny
+from kvtool.blas import loaded_openblas
 from kvtool.identity import digest_of_tokenizer, weights_digest
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,10 @@ def load_model(source: str | Path, *, dtype: str = "auto") -> LoadedModel:
         raise IncompatibleError(
             f"mlx-lm cannot load this model: {error}", path=str(folder), hint="check the path, and that mlx-lm supports its model_type"
         ) from error
+    if default_dtype() and loaded_openblas() is None:
+        logger.warning(
+            "MLX runs on its reference BLAS, about 15 times slower than OpenBLAS; see `kvtool doctor`, and kvtool.use_openblas()"
+        )
     chosen = default_dtype() if dtype == "auto" else None if dtype == "stored" else dtype
     if chosen is not None:
         model.set_dtype(DTYPES[chosen])
