@@ -147,7 +147,9 @@ class RotatedCodec(Codec):
     def _encode_block(self, x: mx.array, mean: mx.array | None) -> dict[str, mx.array]:
         dim = x.shape[-1]
         if mean is not None:
-            x = x - mean.astype(mx.float32)[:, None]
+            centred = x - mean.astype(mx.float32)[:, None]
+            nearer = mx.sum(mx.square(centred), axis=-1, keepdims=True) < mx.sum(mx.square(x), axis=-1, keepdims=True)
+            x = mx.where(nearer, centred, x)
         largest = mx.max(mx.abs(x), axis=-1, keepdims=True)
         coded = largest >= SMALLEST
         # Divided by its largest value, a row's sum of squares lies in [1, D]: neither overflow nor underflow.
@@ -163,7 +165,8 @@ class RotatedCodec(Codec):
             residual = residual - codewords
 
         scale = (largest * unit)[..., 0] * self._correction(y, q)
-        packed["scale"] = mx.where(coded[..., 0], scale, 0.0).astype(mx.bfloat16)
+        scale = mx.where(coded[..., 0], scale, 0.0)
+        packed["scale"] = (scale if mean is None else mx.where(nearer[..., 0], scale, -scale)).astype(mx.bfloat16)
         return packed
 
     def _decode_block(self, parts: dict[str, mx.array], tokens: slice, dim: int) -> mx.array:
@@ -171,8 +174,12 @@ class RotatedCodec(Codec):
         for part, codebook in zip(self.code_parts, self.codebooks, strict=True):
             codewords = lookup(parts[part][:, tokens], codebook, dim)
             q = codewords if q is None else q + codewords
-        x = unrotate(q, self.seed) * parts["scale"][:, tokens, None].astype(mx.float32)
-        return x + parts["mean"].astype(mx.float32)[:, None] if self.center else x
+        scale = parts["scale"][:, tokens, None]
+        x = unrotate(q, self.seed) * mx.abs(scale).astype(mx.float32)
+        if self.center:
+            positive = (scale.view(mx.uint16) < 0x8000).astype(mx.float32)  # by its bit: a zero has a sign too
+            x = x + positive * parts["mean"].astype(mx.float32)[:, None]
+        return x
 
     def _nearest(self, y: mx.array, codebook: Codebook) -> mx.array:
         """Index of each value's cell, uint8: how many boundaries lie below it."""

@@ -49,7 +49,7 @@ class Rvq(RotatedCodec):
 
     @classmethod
     def role_defaults(cls, role: RoleName) -> dict:
-        return {"scale": "ls", "center": True} if role == "k" else {"scale": "unbiased", "center": False}
+        return {"scale": "ls", "center": True} if role == "k" else {"scale": "unbiased", "center": True}
 
     @property
     def name(self) -> str:
