@@ -175,18 +175,23 @@ def _take_rotating(cache: RotatingKVCache, where: str, row: int | None) -> Cache
 def _rotated(state: CacheState, cache: Any, row: int, pieces: list[tuple[int, int]], offset: int, ring: int) -> CacheState:
     """`state` with the physical `pieces` in temporal order; at `offset` tokens seen, all but the first `keep` rows are the newest."""
     rows = sum(stop - start for start, stop in pieces)
-    keep = min(state.params["keep"], rows)
-    if offset == 0:
+    if rows == 0:
         return state
-    newest = offset - (rows - keep)
-    positions = ((0, offset),) if newest == keep else tuple(p for p in ((0, keep), (newest, offset)) if p[0] < p[1])
 
     def temporal(array: mx.array) -> mx.array:
         parts = [array[row, :, start:stop] for start, stop in pieces if start < stop]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
     params = {**state.params, "ring": ring}
+    positions = _positions(offset, rows, state.params["keep"])
     return replace(state, offset=offset, positions=positions, params=params, k=temporal(cache.keys), v=temporal(cache.values))
+
+
+def _positions(offset: int, rows: int, keep: int) -> tuple[tuple[int, int], ...]:
+    """The positions of `rows` rows when `offset` tokens were seen: the first `keep`, and the newest."""
+    newest = offset - max(0, rows - keep)
+    ranges = ((offset - rows, offset),) if rows == offset or keep == 0 else ((0, min(keep, rows)), (newest, offset))
+    return tuple((start, stop) for start, stop in ranges if start < stop)
 
 
 def _take_batch(cache: BatchKVCache, where: str, row: int | None) -> CacheState:
@@ -268,8 +273,8 @@ def _check_state(state: CacheState, where: str) -> None:
                 f"{where}: {state.cls} needs {name} of {expected.__name__} (H, {state.rows}, D), "
                 f"but they are {type(array).__name__} {tuple(array.shape)}"
             )
-    newest = state.positions[-1][1] if state.positions else state.offset
-    if newest != state.offset or (state.attention == "full" and state.rows != state.offset):
+    fits = state.positions == _positions(state.offset, state.rows, state.params.get("keep", 0))
+    if not fits or (state.attention == "full" and state.rows != state.offset):
         raise IncompatibleError(f"{where}: {state.cls} with {state.offset} tokens seen cannot hold the positions {list(state.positions)}")
 
 
