@@ -244,10 +244,8 @@ BAD = [
 @pytest.mark.parametrize(("base", "tensors", "texts", "match"), BAD)
 def test_malformed_states(tmp_path, base, tensors, texts, match):
     path = tmp_path / "a.safetensors"
-    tensors, texts = (
-        {k: np.asarray(v) for k, v in (old | new).items() if v is not None} for old, new in zip(base, (tensors, texts), strict=True)
-    )
-    save_file(tensors, path, {key: str(value) for key, value in texts.items()})
+    arrays = {key: np.asarray(value) for key, value in (base[0] | tensors).items() if value is not None}
+    save_file(arrays, path, {key: value for key, value in (base[1] | texts).items() if value is not None})
     with pytest.raises(errors.FormatError, match=match) as caught:
         read_prompt_cache(path)
     assert str(caught.value).startswith(str(path))
@@ -315,7 +313,7 @@ def foreign(data: np.ndarray, dtype: str = "F16") -> ForeignArray:
         ([ForeignCache("ArraysCache", ((foreign(K), None), None, None))], 1, "neither None"),
         ([ForeignCache("ArraysCache", ((foreign(K),), foreign(arr(1, dtype="I32"), "I32"), None))], 1, "neither None"),
         ([ForeignCache("ChunkedKVCache", (foreign(K), foreign(V), 5, 8, 3))], 1, "after a trim"),
-        ([ForeignCache("BatchKVCache", (foreign(K), foreign(V), *[foreign(arr(1, dtype="I32"), "I32")] * 2, 4))], 1, "cannot hold BatchKVCache"),
+        ([ForeignCache("BatchKVCache", (foreign(K), foreign(V), *[foreign(arr(1, dtype="I32"), "I32")] * 2, 4))], 1, "cannot hold Batch"),
     ],
 )  # fmt: skip
 def test_refuses_to_write(tmp_path, layers, version, match):
