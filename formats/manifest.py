@@ -316,7 +316,7 @@ def _model(node: Node) -> ModelInfo:
 def _tokens(node: Node) -> Tokens:
     ids_node = node.key("ids")
     ids = tuple(ids_node.raw_elements())
-    if not all(type(i) is int for i in ids):
+    if not set(map(type, ids)) <= {int}:
         raise ids_node.fail("holds something other than integers")
     recorded = node.key("blake3").digest()
     try:

@@ -15,11 +15,12 @@ from formats.errors import HeaderError
 
 MAX_DEPTH = 32
 MAX_ELEMENTS = 1 << 22
+MAX_DIGITS = 19
 # Possessive: no backtracking, hence no stack of saved positions on a text of megabytes.
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_LONG_INTEGER = re.compile(r"[0-9]{20}")
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_DIGITS_TO_ZERO = bytes(ord("0") if chr(i) in "0123456789" else ord(" ") for i in range(256))
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def dumps(value: Any) -> str:
@@ -41,7 +42,7 @@ def loads(text: str, what: str) -> Any:
         text: the whole document.
         what: what the document is, for messages ("header", "manifest").
     Raises:
-        HeaderError: not JSON, a duplicate key, NaN or infinity, an integer of 20 digits or more, a lone surrogate,
+        HeaderError: not JSON, a duplicate key, NaN or infinity, a number of more than MAX_DIGITS digits in a row, a lone surrogate,
             nested deeper than MAX_DEPTH or more than MAX_ELEMENTS elements.
     """
     _scan(text, what)
@@ -76,15 +77,14 @@ def loads(text: str, what: str) -> Any:
 
 
 def _scan(text: str, what: str) -> None:
-    bare = _STRING.sub("", text)
-    if _LONG_INTEGER.search(bare):
-        raise HeaderError(f"{what}: a number of 20 digits or more")
-    elements = sum(bare.count(sign) for sign in ",[{:")
+    bare = _STRING.sub("", text).encode("utf-8", "replace")
+    if b"0" * (MAX_DIGITS + 1) in bare.translate(_DIGITS_TO_ZERO):
+        raise HeaderError(f"{what}: a number of more than {MAX_DIGITS} digits")
+    elements = sum(bare.count(sign) for sign in (b",", b"[", b"{", b":"))
     if elements > MAX_ELEMENTS:
-        raise HeaderError(f"{what}: more than {MAX_ELEMENTS} elements")
-    brackets = np.frombuffer(bare.encode("utf-8", "replace").translate(None, _NOT_BRACKETS), np.uint8)
-    # '[' 91 and '{' 123 open, ']' 93 and '}' 125 close.
-    steps = np.where((brackets == 91) | (brackets == 123), 1, -1)
+        raise HeaderError(f"{what}: {elements} elements, more than {MAX_ELEMENTS}")
+    brackets = np.frombuffer(bare.translate(None, _NOT_BRACKETS), np.uint8)
+    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), np.int32(1), np.int32(-1))
     depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
     if depth > MAX_DEPTH:
         raise HeaderError(f"{what}: nested {depth} deep, more than {MAX_DEPTH}")
