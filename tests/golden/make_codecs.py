@@ -46,11 +46,11 @@ def as_numpy(x: mx.array) -> np.ndarray:
 
 def codebooks() -> dict[str, list[float]]:
     """The last table of every number of bits: N's, and the second of A+B."""
-    firsts = {first: gaussian_codebook(first) for first in range(1, 9)}
-    return {
-        "+".join(map(str, bits)): list(firsts[bits[0]] if len(bits) == 1 else residual_codebook(bits[1], firsts[bits[0]]))
-        for bits in STAGES
-    }
+    tables = {}
+    for first, *second in STAGES:
+        stage = gaussian_codebook(first)
+        tables["+".join(map(str, (first, *second)))] = list(residual_codebook(second[0], stage) if second else stage)
+    return tables
 
 
 def main() -> None:
