@@ -96,6 +96,8 @@ def save_lines(report: Any) -> str:
         for role, label in (("k", "keys"), ("v", "values")):
             if f"{role}_relative_error" in report.quality:
                 lines.append(f"  {label}: squared error / energy {report.quality[f'{role}_relative_error']:.3g}")
+    if report.requantised:
+        lines.append(f"  quantised by mlx-lm before, coded once more: {', '.join(report.requantised)}")
     lines += [f"  kept as it is: {text}" for text in report.kept_raw] + [f"  stored after RoPE: {text}" for text in report.kept_post]
     return "\n".join(lines)
 

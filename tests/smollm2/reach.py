@@ -2,8 +2,8 @@
 
     python -m tests.smollm2.reach [--json FILE]
 
-Protocol: the first 512 tokens of a text are in the cache, the next 256 are teacher-forced on it; KL(own || arm) of the next-token distribution,
-in nats, mean over the 256 positions, against the model's own uncompressed prefill. Three unlike texts: tests/texts.
+Protocol: the first 512 tokens of a text are in the cache, the next 256 are teacher-forced on it; KL(own || arm) of the next-token
+distribution in nats, mean over the 256 positions, against the model's own uncompressed prefill. Three unlike texts: tests/texts.
 """
 
 import argparse

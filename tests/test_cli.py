@@ -1,0 +1,266 @@
+"""The command line: results on stdout, remarks on stderr, exit codes by kind of error, JSON as an interface."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtool.cli import run
+
+PROMPT = "The committee met on the second day of the month and heard the report of its treasurer. " * 8
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A raw and a lossy file of one prompt."""
+    folder = tmp_path_factory.mktemp("files")
+    found = {}
+    for name, codec in (("raw", "raw"), ("rvq", "rvq-2+2,sink=4,recent=16")):
+        found[name] = folder / f"{name}.kv"
+        assert run(["export", "--model", "tiny-a", "--prompt", PROMPT, "--codec", codec, "-o", str(found[name])]) == 0
+    return found
+
+
+def out_json(capsys: pytest.CaptureFixture[str], code: int, expected: int = 0) -> dict:
+    captured = capsys.readouterr()
+    assert code == expected, captured.err
+    return json.loads(captured.out)
+
+
+def test_export_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "a.kv"
+    code = run(["export", "--model", "tiny-a", "--prompt", PROMPT, "--codec", "rvq-4", "--json", "-o", str(target)])
+    data = out_json(capsys, code)
+    assert data["path"] == str(target) and data["codec"].startswith("rvq-4")
+    assert data["file_bytes"] == target.stat().st_size
+    assert 0 < data["quality"]["k_relative_error"] < 0.05 and 0 < data["quality"]["v_relative_error"] < 0.05
+    assert data["tokens"] == data["prompt_tokens"]
+
+
+def test_export_reads_stdin_and_files(tmp_path: Path, files: dict[str, Path]) -> None:
+    """The same prompt gives the same bytes however it comes in."""
+    source = tmp_path / "prompt.txt"
+    source.write_text(PROMPT)
+    assert run(["export", "--model", "tiny-a", "--prompt-file", str(source), "-o", str(tmp_path / "file.kv")]) == 0
+    command = [sys.executable, "-c", "from kvtool.cli import main; main()"]
+    piped = [*command, "export", "--model", "tiny-a", "--prompt-file", "-", "-o", str(tmp_path / "stdin.kv")]
+    subprocess.run(piped, input=PROMPT.encode(), check=True, capture_output=True)
+    want = files["raw"].read_bytes()
+    assert (tmp_path / "file.kv").read_bytes() == want
+    assert (tmp_path / "stdin.kv").read_bytes() == want
+
+
+def test_export_takes_token_ids(tmp_path: Path, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    with_ids = tmp_path / "ids.json"
+    ids = inspect_ids(files["raw"])
+    with_ids.write_text(json.dumps(ids))
+    assert run(["export", "--model", "tiny-a", "--tokens", str(with_ids), "-o", str(tmp_path / "ids.kv")]) == 0
+    assert (tmp_path / "ids.kv").read_bytes() == files["raw"].read_bytes()
+    with_ids.write_text(" ".join(map(str, [*ids, 10**6])))
+    capsys.readouterr()
+    assert run(["export", "--model", "tiny-a", "--tokens", str(with_ids), "-o", str(tmp_path / "bad.kv")]) == 2
+    assert "1000000" in capsys.readouterr().err and not (tmp_path / "bad.kv").exists()
+
+
+def inspect_ids(path: Path) -> list[int]:
+    from formats.container import open_container
+
+    with open_container(path) as reader:
+        assert reader.manifest.tokens is not None
+        return list(reader.manifest.tokens.ids)
+
+
+def test_import_streams_text(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", str(files["raw"]), "--model", "tiny-a", "--max-tokens", "12"]) == 0
+    streamed = capsys.readouterr()
+    assert streamed.out.strip() and "tokens from" in streamed.err
+    code = run(["import", str(files["raw"]), "--model", "tiny-a", "--max-tokens", "12", "--json"])
+    data = out_json(capsys, code)
+    assert data["text"].strip() == streamed.out.strip()
+    assert data["usable_tokens"] == len(inspect_ids(files["raw"])) and data["generated_tokens"] <= 12
+
+
+def test_import_with_prompt_equals_one_prompt(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cached prompt and its continuation give what the two give in one piece."""
+    suffix = inspect_ids(files["raw"])[:7]
+    whole = [*inspect_ids(files["raw"]), *suffix]
+    joined = tmp_path / "whole.json"
+    joined.write_text(json.dumps(whole))
+    assert run(["export", "--model", "tiny-a", "--tokens", str(joined), "-o", str(tmp_path / "whole.kv")]) == 0
+    from kvtool.model import load_model
+
+    text = load_model("tiny-a").tokenizer.decode(suffix)
+    capsys.readouterr()
+    one = out_json(capsys, run(["import", str(tmp_path / "whole.kv"), "--model", "tiny-a", "--max-tokens", "8", "--json"]))
+    two = out_json(capsys, run(["import", str(files["raw"]), "--model", "tiny-a", "--prompt", text, "--max-tokens", "8", "--json"]))
+    assert one["text"] == two["text"]
+
+
+def test_import_to_mlx_lm(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The written file is taken by mlx_lm.generate's own loader, and back by export --from-cache, byte for byte."""
+    target, ids = tmp_path / "out.safetensors", tmp_path / "ids.json"
+    data = out_json(capsys, run(["import", str(files["raw"]), "--model", "tiny-a", "--to", "mlx-lm", str(target), "--json"]))
+    assert data["file_bytes"] == target.stat().st_size
+    ids.write_text(json.dumps(inspect_ids(files["raw"])))
+    assert run(["export", "--model", "tiny-a", "--from-cache", str(target), "--tokens", str(ids), "-o", str(tmp_path / "back.kv")]) == 0
+    assert (tmp_path / "back.kv").read_bytes() == files["raw"].read_bytes()
+
+
+def test_mlx_lm_generate_takes_the_file(files: dict[str, Path], tmp_path: Path) -> None:
+    from kvtool.tiny import path
+
+    target = tmp_path / "out.safetensors"
+    model = str(path("tiny-a"))
+    assert run(["import", str(files["raw"]), "--model", model, "--to", "mlx-lm", str(target)]) == 0
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_lm",
+        "generate",
+        "--model",
+        model,
+        "--prompt-cache-file",
+        str(target),
+        "--prompt",
+        "and",
+        "--max-tokens",
+        "4",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_inspect_check_diff(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    data = out_json(capsys, run(["inspect", str(files["rvq"]), "--json"]))
+    assert data["file_bytes"] == files["rvq"].stat().st_size and data["usable_tokens"] == data["tokens"]
+    assert data["quality"][0]["step"] == "encode" and "rvq-2+2" in data["quality"][0]["codec"]
+    assert data["layers"][0]["k"]["segments"][0]["rows"] == [0, 4]
+    assert run(["inspect", str(files["rvq"])]) == 0
+    text = capsys.readouterr().out
+    assert "rvq" in text and "tiny-a" in text
+    assert out_json(capsys, run(["check", str(files["rvq"]), str(files["raw"]), "--json"]))["sound"]
+    assert out_json(capsys, run(["diff", str(files["raw"]), str(files["raw"]), "--values", "--json"]))["same"]
+    differ = out_json(capsys, run(["diff", str(files["raw"]), str(files["rvq"]), "--values", "--json"]), expected=1)
+    assert not differ["same"] and all(0 < v["relative_error"] < 0.1 for v in differ["values"])
+
+
+def test_check_names_the_defect(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = bytearray(files["rvq"].read_bytes())
+    data[-70] ^= 1
+    broken, cut, other = tmp_path / "flip.kv", tmp_path / "cut.kv", tmp_path / "other.kv"
+    broken.write_bytes(data)
+    cut.write_bytes(files["rvq"].read_bytes()[:-64])
+    other.write_text("not a container")
+    report = out_json(capsys, run(["check", str(broken), "--json"]), expected=4)
+    assert report["files"][0]["problems"][0]["error"] == "DigestError"
+    assert out_json(capsys, run(["check", str(cut), "--json"]), expected=3)["files"][0]["problems"][0]["error"] == "TruncatedError"
+    assert run(["check", str(files["raw"]), str(other)]) == 3
+    assert run(["check", str(broken), str(other)]) == 1
+    for command in (["inspect", str(other)], ["import", str(other), "--model", "tiny-a"]):
+        assert run(command) == 3
+    assert run(["import", str(broken), "--model", "tiny-a"]) == 4
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_check_and_inspect_need_no_mlx(files: dict[str, Path]) -> None:
+    script = "import sys; sys.modules['mlx'] = None; sys.modules['mlx.core'] = None; from kvtool.cli import main; main()"
+    for command in ("check", "inspect"):
+        done = subprocess.run([sys.executable, "-c", script, command, str(files["rvq"])], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_wrong_model_is_refused_with_the_remedy(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", str(files["rvq"]), "--model", "tiny-b"]) == 5
+    error = capsys.readouterr().err
+    assert "weights" in error and "hint: kvtool recode" in error
+    moved = tmp_path / "b.kv"
+    assert run(["recode", str(files["rvq"]), "-o", str(moved), "--to-model", "tiny-b", "--json"]) == 0
+    capsys.readouterr()
+    assert out_json(capsys, run(["import", str(moved), "--model", "tiny-b", "--max-tokens", "4", "--json"]))["generated_tokens"] == 4
+
+
+def test_eval_json(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rest = tmp_path / "rest.txt"
+    rest.write_text("It was resolved that the report be printed and laid before the members at their next meeting. " * 3)
+    data = out_json(capsys, run(["eval", str(files["rvq"]), "--model", "tiny-a", "--text", str(rest), "--n", "40", "--json"]))
+    arms = {arm["arm"]: arm for arm in data["arms"]}
+    assert set(arms) == {"own", "transferred", "none"} and data["n"] == 40
+    assert arms["own"]["kl"] == 0 and arms["own"]["top1"] == 1
+    assert 0 < arms["transferred"]["kl"] < arms["none"]["kl"]
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    data = out_json(capsys, run(["doctor", "--json"]))
+    assert data["backend"] != "none" and data["packages"]["mlx"] and data["packages"]["kvtool"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["export", "--model", "tiny-a", "-o", "x.kv"],
+        ["export", "--model", "tiny-a", "--prompt", "a", "--prompt-file", "b", "-o", "x.kv"],
+        ["export", "--model", "tiny-a", "--prompt", "a", "--codec", "nonsense", "-o", "x.kv"],
+        ["export", "--model", "tiny-a", "--prompt", "", "-o", "x.kv"],
+        ["export", "--model", "tiny-a", "--prompt", "a", "--sink", "-1", "-o", "x.kv"],
+        ["export", "--model", "tiny-a", "--prompt-file", "missing.txt", "-o", "x.kv"],
+        ["import", "missing.kv", "--model", "tiny-a"],
+        ["inspect", "missing.kv"],
+        ["check", "missing.kv"],
+        ["check"],
+        ["nonsense"],
+        ["recode", "missing.kv", "-o", "x.kv", "--shift", "1"],
+    ],
+)
+def test_usage_errors(args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(args) == 2
+    captured = capsys.readouterr()
+    assert captured.err and not captured.out and "Traceback" not in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "--model", str(tmp_path / "nowhere"), "--prompt", "a", "-o", str(tmp_path / "x.kv")]) == 5
+    assert "no such directory" in capsys.readouterr().err
+    assert run(["export", "--model", str(tmp_path), "--prompt", "a", "-o", str(tmp_path / "x.kv")]) == 5
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_traceback_only_with_vv(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["-vv", "import", str(files["rvq"]), "--model", "tiny-b"]) == 5
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
+    """Ctrl-C during an export: exit code 130, the old file whole, no temporary left."""
+    target, prompt = tmp_path / "out.kv", tmp_path / "prompt.txt"
+    target.write_bytes(b"old")
+    prompt.write_text(PROMPT * 40)
+    command = [
+        sys.executable,
+        "-c",
+        "from kvtool.cli import main; main()",
+        "-v",
+        "export",
+        "--model",
+        "tiny-a",
+        "--prompt-file",
+        str(prompt),
+        "-o",
+        str(target),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    # The log line after the model is loaded: prefill has begun or is about to.
+    while "runs in" not in (line := process.stderr.readline()):
+        assert line, "the command ended before its model was loaded"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert target.read_bytes() == b"old" and sorted(p.name for p in tmp_path.iterdir()) == ["out.kv", "prompt.txt"]
