@@ -77,7 +77,8 @@ def command(
     plan = codec_plan(codec, sink, recent, frame)
     model = load_model(model_name, dtype=dtype)
     if from_cache is not None:
-        snapshot = capture(model, cache=states_from_prompt_cache(from_cache), tokens=ids)
+        states, _ = states_from_prompt_cache(from_cache, length=None if ids is None else len(ids))
+        snapshot = capture(model, cache=states, tokens=ids)
     else:
         with bar("prefill", quiet=as_json) as progress:
             snapshot = capture(model, text if text is not None else ids, chat=chat, progress=progress)

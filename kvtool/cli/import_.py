@@ -75,7 +75,8 @@ def command(
             emit(
                 as_json,
                 {"path": target[1], "usable_tokens": archive.length, "file_bytes": size, "notes": remarks},
-                f"{target[1]}: {archive.length} tokens, {size:,} bytes\nmlx_lm.generate --model {model_name} --prompt-cache-file {target[1]}",
+                f"{target[1]}: {archive.length} tokens, {size:,} bytes\n"
+                f"mlx_lm.generate --model {model_name} --prompt-cache-file {target[1]}",
             )
             return
         start = time.perf_counter()
@@ -84,6 +85,7 @@ def command(
         loaded = time.perf_counter() - start
     for remark in restored.notes:
         note(remark)
+    usable = restored.usable
     suffix = [] if text is None else list(model.tokenizer.encode(text, add_special_tokens=False))
     ids = [*(restored.tokens or ())[restored.usable :], *suffix] if suffix else restored.pending()
     pieces: list[str] = []
@@ -94,7 +96,7 @@ def command(
             click.echo(last.text, nl=False)
     result = {
         "text": "".join(pieces),
-        "usable_tokens": restored.usable,
+        "usable_tokens": usable,
         "prompt_tokens": len(ids),
         "generated_tokens": 0 if last is None else last.generation_tokens,
         "load_seconds": round(loaded, 4),
@@ -105,7 +107,7 @@ def command(
         emit(True, result, "")
     else:
         click.echo()
-        click.echo(f"{restored.usable} tokens from {source} in {loaded:.2f} s, {result['generated_tokens']} generated", err=True)
+        click.echo(f"{usable} tokens from {source} in {loaded:.2f} s, {result['generated_tokens']} generated", err=True)
 
 
 def _stream(model: "LoadedModel", cache: list[Any], ids: list[int], max_tokens: int, temperature: float) -> Iterator[Any]:
