@@ -265,6 +265,19 @@ def test_dtype_and_sizes_are_kept(dtype: mx.Dtype) -> None:
     assert all(a.dtype == dtype for c in build_caches(states) for a in (c.keys, c.values))
 
 
+def test_values_without_columns() -> None:
+    """The indexer of minimax_m3 caches keys only: values of width 0."""
+    cache = KVCache()
+    keys = mx.random.normal((1, 1, 5, 4), key=mx.random.key(0))
+    cache.update_and_fetch(keys, keys[..., :0])
+    (state,) = take_states([cache])
+    assert (state.k.shape, state.v.shape) == ((1, 5, 4), (1, 5, 0))
+    (restored,) = build_caches([state])
+    fetched, empty = restored.update_and_fetch(keys, keys[..., :0])
+    assert empty.shape == (1, 1, 10, 0)
+    assert mx.array_equal(fetched, mx.concatenate([keys, keys], axis=2))
+
+
 def test_rows_of_equal_length_in_plain_caches() -> None:
     model = model_of("gemma3_text")
     both = mx.concatenate([tokens(20), tokens(20, seed=1)])
