@@ -51,13 +51,17 @@ def take_states(cache: Sequence[Any], *, row: int | None = None, length: int | N
     return tuple(_count(state, seen) for state in states)
 
 
-def build_caches(states: Sequence[CacheState]) -> list[Any]:
+def build_caches(states: Sequence[CacheState], *, first: int = 0) -> list[Any]:
     """mlx-lm caches that continue where the captured ones stood; the states stay as they are and can be built again.
+
+    Args:
+        states: one per layer.
+        first: layer number of states[0], for messages.
 
     Raises:
         IncompatibleError: a state whose rows do not fit its class (a KVCache's rows must start at position 0).
     """
-    return [_build(state, f"layer {i}") for i, state in enumerate(states)]
+    return [_build(state, f"layer {i}") for i, state in enumerate(states, first)]
 
 
 def _count(state: CacheState, length: int) -> CacheState:
