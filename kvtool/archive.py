@@ -9,12 +9,13 @@ from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from formats.container import Reader, open_container, write_container
 from formats.errors import IncompatibleError
 from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Tokens
 from kvtool.capturing import Snapshot
-from kvtool.compat import check_identity, check_layers, check_ropes
+from kvtool.compat import check_identity, check_layers, check_ropes, check_rows
 from kvtool.decoding import decode_cache
 from kvtool.encoding import DTYPE_NAMES, Encoder
 from kvtool.model import LoadedModel
@@ -44,6 +45,7 @@ class SaveReport:
         quality: the lossy step and its measured error, or None for a lossless file.
         kept_raw: what the codec could not take and was kept verbatim, with the reason.
         kept_post: what was encoded after RoPE although `pre` was asked for, with the reason.
+        requantised: what mlx-lm had quantised already and the codec coded once more; `quality` counts from mlx-lm's values.
     """
 
     path: str
@@ -55,9 +57,10 @@ class SaveReport:
     quality: dict[str, Any] | None
     kept_raw: tuple[str, ...]
     kept_post: tuple[str, ...]
+    requantised: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Restored:
     """A cache alive again.
 
@@ -88,8 +91,22 @@ class Restored:
                 "a layer's cache cannot give its last token back, so it cannot go on without a prompt", hint="give --prompt"
             )
         for c in self.cache:
-            c.trim(1)
-        return [self.tokens[-1]]
+            _take_back(c)
+        # Kept true, so that asking again takes nothing more back.
+        self.usable -= 1
+        return list(self.tokens[self.usable :])
+
+
+def _take_back(cache: Any) -> None:
+    """Drop the newest row of a trimmable cache."""
+    if isinstance(cache, CacheList):
+        for c in cache.caches:
+            _take_back(c)
+        return
+    cache.trim(1)
+    if isinstance(cache, ConcatenateKVCache):
+        # Its trim moves the offset alone, and its next update would append after the row that was dropped.
+        cache.state = tuple(x[..., : cache.offset, :] for x in cache.state)
 
 
 def codec_plan(codec: str | CodecPlan, sink: int | None = None, recent: int | None = None, frame: str | None = None) -> CodecPlan:
@@ -192,6 +209,7 @@ def write_archive(
         quality=quality_record(encoder, step, details),
         kept_raw=tuple(encoder.kept_raw),
         kept_post=tuple(encoder.kept_post),
+        requantised=tuple(encoder.requantised),
     )
 
 
@@ -200,6 +218,8 @@ def quality_record(encoder: Encoder, step: str, details: dict[str, Any] | None =
     if not encoder.tallies and not details:
         return None
     record: dict[str, Any] = {"step": step, "codec": encoder.plan.spec(), **(details or {})}
+    if encoder.requantised:
+        record["requantised"] = list(encoder.requantised)
     for role in ("k", "v"):
         tallies = {name: t for (name, r), t in encoder.tallies.items() if r == role}
         energy = sum(t.energy for t in tallies.values())
@@ -277,8 +297,8 @@ class Archive:
             check_identity(self.path, self.manifest, model.info)
         probes = probe_model(model.model)
         check_layers(self.path, self.manifest.layers, probes)
-        check_ropes(self.reader, probes, model.info.name)
-        check_start(self.path, self.manifest.layers)
+        check_ropes(self.reader, probes, model.info)
+        check_rows(self.path, self.manifest.layers, probes, self.length)
         return probes
 
     def states(self, probes: Sequence[CacheProbe], casts: list[str]) -> Iterator[CacheState]:
@@ -301,7 +321,7 @@ class Archive:
         casts: list[str] = []
         cache: list[Any] = []
         for state in self.states(probes, casts):
-            cache += build_caches([state])
+            cache += build_caches([state], first=len(cache))
             mx.eval(cache[-1].state)
             if progress is not None:
                 progress(len(cache), len(probes))
@@ -323,19 +343,6 @@ def fit_dtype(state: CacheState, probe: CacheProbe, casts: list[str]) -> CacheSt
 def cast_note(casts: Sequence[str]) -> tuple[str, ...]:
     """Casts as remarks for the caller, equal ones counted."""
     return tuple(f"keys or values of {casts.count(c)} layers' roles were cast from {c}, the model's dtype" for c in dict.fromkeys(casts))
-
-
-def check_start(path: str, layers: Sequence[CacheInfo]) -> None:
-    """Raise IncompatibleError for a cache that does not begin at position 0: mlx-lm's caches cannot hold one."""
-    for i, layer in enumerate(layers):
-        check_start(path, layer.caches)
-        if layer.attention == "full" and layer.positions and layer.positions[0][0] != 0:
-            start = layer.positions[0][0]
-            raise IncompatibleError(
-                f"layer {i} begins at position {start}, and a live cache begins at 0",
-                path=path,
-                hint=f"kvtool recode {path} -o OUT.kv --shift {-start}",
-            )
 
 
 def open(path: str | os.PathLike[str]) -> Archive:

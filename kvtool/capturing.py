@@ -91,12 +91,14 @@ def capture(
     probes = probe_model(model.model)
     if cache is not None:
         known = None if tokens is None else tuple(int(t) for t in tokens)
+        check_ids(model, known or ())
         if all(isinstance(c, CacheState) for c in cache):
             states = tuple(cache)
         else:
             states = take_states(cache, row=row, length=_recurrent_length(cache, known))
     else:
-        ids = encode_prompt(model, prompt, chat=chat) if isinstance(prompt, str) else [int(t) for t in prompt or ()]
+        assert prompt is not None
+        ids = encode_prompt(model, prompt, chat=chat) if isinstance(prompt, str) else [int(t) for t in prompt]
         if not ids:
             raise ValueError("[capture] the prompt has no tokens.")
         check_ids(model, ids)
@@ -115,7 +117,8 @@ def capture(
 
 def check_ids(model: LoadedModel, ids: Sequence[int]) -> None:
     """Raise ValueError where a token id lies outside the model's vocabulary."""
-    size = len(model.tokenizer.get_vocab())
+    # By the largest id: a vocabulary may have gaps.
+    size = max(model.tokenizer.get_vocab().values(), default=-1) + 1
     wrong = next(((i, t) for i, t in enumerate(ids) if not 0 <= t < size), None)
     if wrong is not None:
         raise ValueError(f"[capture] token {wrong[0]} is {wrong[1]}, but {model.info.name} has ids 0 to {size - 1}.")

@@ -1,11 +1,11 @@
 """Does a file fit a model: who computed it, what its layers are, how its keys are rotated. Every difference is named."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from formats.container import Reader
-from formats.errors import IncompatibleError
-from formats.manifest import CacheInfo, Manifest, ModelInfo
-from kvtool.decoding import rope_of
+from formats.errors import IncompatibleError, ManifestError
+from formats.manifest import CACHE_DTYPES, CacheInfo, Manifest, ModelInfo
+from kvtool.decoding import check_class, rope_of
 from kvtool.probe import CacheProbe
 from veloxquant_mlx.transfer.rope import RopeSpec
 
@@ -39,10 +39,12 @@ def check_layers(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheP
         raise IncompatibleError(f"does not fit the model: {'; '.join(problems[:6])}{more}", path=path, hint="the file is of another model")
 
 
-def check_ropes(reader: Reader, probes: Sequence[CacheProbe], name: str) -> None:
+def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo) -> None:
     """Raise IncompatibleError where keys are rotated otherwise than the model rotates them, naming the first layer and each field."""
+    name = model.name
+    same_weights = model.weights is not None and reader.manifest.model.weights == model.weights
     for i, (layer, probe) in enumerate(zip(reader.manifest.layers, probes, strict=True)):
-        problem = _rope_difference(reader, layer, probe)
+        problem = _rope_difference(reader, layer, probe, same_weights)
         if problem:
             raise IncompatibleError(
                 f"layer {i}: keys are rotated otherwise than in {name}: {problem}",
@@ -51,18 +53,92 @@ def check_ropes(reader: Reader, probes: Sequence[CacheProbe], name: str) -> None
             )
 
 
-def _rope_difference(reader: Reader, layer: CacheInfo, probe: CacheProbe) -> str | None:
+def _rope_difference(reader: Reader, layer: CacheInfo, probe: CacheProbe, same_weights: bool) -> str | None:
     for role, live in ((layer.k, probe.k), (layer.v, probe.v)):
         if role is None or live is None or not role.segments:
             continue
-        if live.rope_problem is not None:
-            # The file records no rotation for such a layer either; identity alone must vouch for it.
-            continue
         stored = rope_of(reader, role.rope)
+        if live.rope_problem is not None:
+            # Nothing to compare: the file has no description either, and only the very model that computed the keys can go on.
+            if stored is not None:
+                return f"file {stored.kind}, model unknown ({live.rope_problem})"
+            if not same_weights:
+                return f"the model's rotation is not known ({live.rope_problem}), and the file is of other weights"
+            continue
         alike = stored == live.rope if stored is None or live.rope is None else stored.same_rotation(live.rope)
         if not alike:
             return rope_fields(stored, live.rope)
-    return next(filter(None, (_rope_difference(reader, a, b) for a, b in zip(layer.caches, probe.caches, strict=True))), None)
+    pairs = zip(layer.caches, probe.caches, strict=True)
+    return next(filter(None, (_rope_difference(reader, a, b, same_weights) for a, b in pairs)), None)
+
+
+def check_rows(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheProbe], length: int) -> None:
+    """Raise where a layer does not hold what its class keeps of `length` tokens.
+
+    Raises:
+        ManifestError: the layer contradicts itself or the length.
+        IncompatibleError: sound rows at other positions (a shifted file): mlx-lm's caches count from 0.
+    """
+    for i, (layer, probe) in enumerate(zip(layers, probes, strict=True)):
+        _check_rows(path, f"layer {i}", layer, probe, length)
+
+
+def _check_rows(path: str, where: str, info: CacheInfo, probe: CacheProbe, length: int) -> None:
+    check_class(path, info)
+    for i, (inner, live) in enumerate(zip(info.caches, probe.caches, strict=True)):
+        _check_rows(path, f"{where}.{i}", inner, live, length)
+    if info.attention == "list":
+        return
+    if info.attention == "state":
+        missing = any(a is None and live is not None for a, live in zip(info.arrays, probe.arrays, strict=False))
+        if (missing and length) or (info.offset != length and any(a is not None for a in info.arrays)):
+            raise ManifestError(f"{where}: no complete state after {info.offset} of {length} tokens", path=path)
+        return
+    if not info.positions:
+        if length and probe.k is not None:
+            raise ManifestError(f"{where}: no rows of {length} tokens", path=path)
+        return
+    shift = info.offset - length
+    wanted = _kept(info, shift)
+    if info.window != info.params.get("max_size", info.params.get("chunk_size")):
+        raise ManifestError(f"{where}: window {info.window}, but the parameters are {dict(info.params)}"[:200], path=path)
+    if list(joined(info.positions)) != list(joined(wanted)):
+        found = f"{list(info.positions)}"[:100]
+        raise ManifestError(f"{where}: {info.cls} after {info.offset} tokens holds the positions {list(wanted)}, not {found}", path=path)
+    if shift:
+        start = info.positions[0][0]
+        raise IncompatibleError(
+            f"{where} begins at position {start}, and a live cache of {length} tokens at {start - shift}",
+            path=path,
+            hint=f"kvtool recode {path} -o OUT.kv --shift {-shift}",
+        )
+
+
+def _kept(info: CacheInfo, shift: int) -> tuple[tuple[int, int], ...]:
+    """The positions a cache class keeps once it has seen `offset` tokens of which the first stood at `shift`."""
+    stop, window = info.offset, info.window or 0
+    if info.attention == "chunked":
+        return ((stop - min(info.rows, window, stop - shift), stop),)
+    if info.attention == "full" or stop - shift < window:
+        return ((shift, stop),)
+    # A full window: what the next update drops is not stored.
+    keep = info.params["keep"]
+    return tuple((a, b) for a, b in ((shift, shift + keep), (stop - (window - 1 - keep), stop)) if a < b)
+
+
+def joined(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ranges with neighbours that touch joined."""
+    start: int | None = None
+    stop = 0
+    for a, b in ranges:
+        if start is not None and a == stop:
+            stop = b
+            continue
+        if start is not None:
+            yield start, stop
+        start, stop = a, b
+    if start is not None:
+        yield start, stop
 
 
 def rope_fields(a: RopeSpec | None, b: RopeSpec | None) -> str:
@@ -81,8 +157,17 @@ def _differences(where: str, info: CacheInfo, probe: CacheProbe) -> list[str]:
     found = []
     if info.attention != probe.attention:
         found.append(f"{where}: attention: file {info.attention}, model {probe.attention}")
-    if info.window != probe.window:
-        found.append(f"{where}: window: file {info.window}, model {probe.window}")
+    for label, x, y in (
+        ("window", info.window, probe.window),
+        ("keep", info.params.get("keep", 0), probe.params.get("keep", 0)),
+        ("state arrays", len(info.arrays), len(probe.arrays)),
+    ):
+        if x != y:
+            found.append(f"{where}: {label}: file {x}, model {y}")
+    for i, (array, live) in enumerate(zip(info.arrays, probe.arrays, strict=False)):
+        # Integer state is a window of token ids, whose length varies.
+        if array is not None and live is not None and array.dtype in CACHE_DTYPES and array.shape != live.shape:
+            found.append(f"{where}: state array {i} shape: file {array.shape}, model {live.shape}")
     for role in ("k", "v"):
         a, b = getattr(info, role), getattr(probe, role)
         if (a is None) != (b is None):

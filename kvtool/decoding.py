@@ -8,14 +8,27 @@ import numpy as np
 
 from formats.container import Reader
 from formats.errors import IncompatibleError, ManifestError
-from formats.manifest import CacheInfo, CodecInfo, Role, Segment
-from kvtool.encoding import ARRAY_NAMES, DTYPE_NAMES, MLX_AFFINE, positions_of
+from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
+from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, positions_of, takes_dim
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import CODECS, Codec
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
-MX_DTYPES = {name: dtype for dtype, name in ARRAY_NAMES.items()}
 FLOATS = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# mlx-lm class -> (kind of attention, parameters it cannot be built without).
+CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "KVCache": ("full", ()),
+    "ConcatenateKVCache": ("full", ()),
+    "QuantizedKVCache": ("full", ("bits", "group_size")),
+    "RotatingKVCache": ("sliding", ("max_size", "keep", "ring")),
+    "ChunkedKVCache": ("chunked", ("chunk_size",)),
+    "ArraysCache": ("state", ()),
+    "CacheList": ("list", ()),
+}
+# Faster than any RoPE turns (1 rad a token, a few with odd scalings): beyond it angles have lost their meaning in float64.
+MAX_FREQUENCY = 1e4
+MAX_ROPE_DIMS = 1 << 16
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 
 
 def decode_cache(reader: Reader, info: CacheInfo) -> CacheState:
@@ -23,13 +36,18 @@ def decode_cache(reader: Reader, info: CacheInfo) -> CacheState:
 
     Raises:
         IntegrityError: a tensor's bytes do not match their digest.
-        ManifestError: tensors that do not fit their codec.
-        IncompatibleError: a codec this version does not know.
+        ManifestError: tensors that do not fit their codec, or a class without what it needs.
+        IncompatibleError: a codec or cache class this version does not know.
     """
+    check_class(reader.path, info)
     k = decode_role(reader, info.k, info.positions)
     v = decode_role(reader, info.v, info.positions)
     if isinstance(k, Quantized) != isinstance(v, Quantized):
         k, v = (x.dequantize() if isinstance(x, Quantized) else x for x in (k, v))
+    for value in (k, v):
+        stated = (info.params.get("bits"), info.params.get("group_size"))
+        if isinstance(value, Quantized) and info.cls == "QuantizedKVCache" and (value.bits, value.group_size) != stated:
+            raise ManifestError(f"{info.cls} of {stated} bits and group size holds {(value.bits, value.group_size)}", path=reader.path)
     return CacheState(
         cls=info.cls,
         attention=info.attention,
@@ -39,23 +57,53 @@ def decode_cache(reader: Reader, info: CacheInfo) -> CacheState:
         params=dict(info.params),
         k=k,
         v=v,
-        arrays=tuple(None if a is None else to_mlx(reader.array(a.tensor), a.dtype) for a in info.arrays),
+        arrays=tuple(None if a is None else decode_array(reader, a) for a in info.arrays),
         caches=tuple(decode_cache(reader, c) for c in info.caches),
     )
+
+
+def check_class(path: str, info: CacheInfo) -> None:
+    """Raise IncompatibleError for a cache class that is not known, ManifestError where its attention or parameters do not fit it."""
+    if info.cls not in CLASSES:
+        raise IncompatibleError(f"cache class {info.cls} is not known (known: {', '.join(CLASSES)})", path=path, hint="update kvtool")
+    attention, params = CLASSES[info.cls]
+    if info.attention != attention:
+        raise ManifestError(f"{info.cls} holds {attention} attention, but the file says {info.attention}", path=path)
+    for name in params:
+        value = info.params.get(name)
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise ManifestError(f"{info.cls} needs {name} as an integer in 0 .. 2**31 - 1, but it is {value!r:.40}", path=path)
+
+
+def decode_array(reader: Reader, array: StateArray) -> mx.array:
+    """A recurrent state array, as it was."""
+    tensor = reader.tensors[array.tensor]
+    if (tensor.dtype, tuple(tensor.shape)) != (array.dtype, tuple(array.shape)):
+        raise ManifestError(
+            f"tensor {tensor.name} is {tensor.dtype} {tuple(tensor.shape)}, but the state is {array.dtype} {tuple(array.shape)}",
+            path=reader.path,
+        )
+    return to_mlx(reader.array(tensor.name), array.dtype)
 
 
 def decode_role(reader: Reader, role: Role | None, positions: Any) -> mx.array | Quantized | None:
     """K or V of one cache: (H, S, D) as it stood in the live cache."""
     if role is None:
         return None
+    check_role(reader.path, role)
     if len(role.segments) == 1 and reader.manifest.codecs[role.segments[0].codec].id == MLX_AFFINE:
         return _triplet(reader, role, role.segments[0])
     pieces = [decode_segment(reader, role, segment, positions) for segment in role.segments]
-    if not pieces:
-        return mx.zeros((role.heads, 0, role.dim), FLOATS[role.dtype])
     whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
     mx.eval(whole)
     return whole
+
+
+def check_role(path: str, role: Role) -> None:
+    """Raise ManifestError for keys or values that are no MLX array: no heads, no rows (an empty cache has no role), or too many."""
+    rows = role.segments[-1].rows[1] if role.segments else 0
+    if role.heads < 1 or not 1 <= rows < 1 << 31:
+        raise ManifestError(f"keys or values of {role.heads} heads and {rows} rows", path=path)
 
 
 def decode_segment(reader: Reader, role: Role, segment: Segment, positions: Any) -> mx.array:
@@ -67,13 +115,20 @@ def decode_segment(reader: Reader, role: Role, segment: Segment, positions: Any)
     if info.id == MLX_AFFINE:
         return _triplet(reader, role, segment).dequantize().astype(dtype)
     codec = codec_of(reader.path, info)
+    if not takes_dim(codec, role.dim):
+        raise ManifestError(f"codec {codec.id} does not take head_dim {role.dim}", path=reader.path)
     parts = read_parts(reader, segment, codec, shape)
-    if segment.frame == "post" or role.rope is None:
+    if segment.frame == "post":
         rows = codec.decode(parts, shape, dtype)
     else:
         rope = rope_of(reader, role.rope)
+        if rope is None or rope.first + rope.dims > role.dim:
+            what = "no RoPE" if rope is None else f"RoPE on entries {rope.first} to {rope.first + rope.dims}"
+            raise ManifestError(f"rows are stored before RoPE, but the file has {what} for head_dim {role.dim}", path=reader.path)
         rows = codec.decode(parts, shape, mx.float32)
-        rows = rotate(rows, positions_of(positions, start, stop), None, rope).astype(dtype)
+        rows = rotate(rows, positions_of(positions, start, stop), None, rope)
+        # A value close to float16's end must not become Inf by the codec's error.
+        rows = (mx.clip(rows, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else rows).astype(dtype)
     mx.eval(rows)
     return rows
 
@@ -82,10 +137,17 @@ def rope_of(reader: Reader, index: int | None) -> RopeSpec | None:
     """The rotation at an index of the file's table, or None."""
     if index is None:
         return None
+    dims = reader.manifest.ropes[index]["dims"]
+    if dims > MAX_ROPE_DIMS:
+        raise ManifestError(f"ropes[{index}] rotates {dims} entries, more than {MAX_ROPE_DIMS}", path=reader.path)
     try:
-        return RopeSpec.from_json(reader.manifest.ropes[index])
-    except (ValueError, TypeError) as error:
+        rope = RopeSpec.from_json(reader.manifest.ropes[index])
+        fastest = max(map(abs, rope.frequencies))
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ManifestError(f"ropes[{index}] is not valid: {error}", path=reader.path) from error
+    if not fastest <= MAX_FREQUENCY:
+        raise ManifestError(f"ropes[{index}] turns by {fastest:g} rad a token, more than {MAX_FREQUENCY:g}", path=reader.path)
+    return rope
 
 
 def codec_of(path: str, info: CodecInfo) -> Codec:
@@ -96,19 +158,26 @@ def codec_of(path: str, info: CodecInfo) -> Codec:
         )
     try:
         return CODECS[info.id].from_params(dict(info.params))
-    except (ValueError, TypeError, KeyError) as error:
+    except ManifestError as error:
+        error.path = error.path or path
+        raise
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise ManifestError(f"parameters of codec {info.id!r} are not valid: {error}", path=path) from error
 
 
 def read_parts(reader: Reader, segment: Segment, codec: Codec, shape: tuple[int, int, int]) -> dict[str, mx.array]:
     """The tensors of a segment as MLX arrays, checked against what the codec lays out."""
+    return {part: to_mlx(reader.array(segment.tensors[part]), dtype) for part, dtype in part_dtypes(reader, segment, codec, shape).items()}
+
+
+def part_dtypes(reader: Reader, segment: Segment, codec: Codec, shape: tuple[int, int, int]) -> dict[str, str]:
+    """The stored dtype of each part of a segment, after checking names, dtypes and shapes against what the codec lays out."""
     exact = reader.tensors[segment.tensors["data"]].dtype if "data" in segment.tensors else None
     wanted: Mapping[str, tuple[str, tuple[int, ...]]] = codec.layout(shape, FLOATS.get(exact or "F32", mx.float32))
     if set(wanted) != set(segment.tensors):
         raise ManifestError(
-            f"codec {codec.id} needs parts {sorted(wanted)}, but the segment names {sorted(segment.tensors)}", path=reader.path
+            f"codec {codec.id} needs parts {sorted(wanted)}, but the segment names {sorted(segment.tensors)}"[:200], path=reader.path
         )
-    parts = {}
     for part, (dtype, part_shape) in wanted.items():
         tensor = reader.tensors[segment.tensors[part]]
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, tuple(part_shape)):
@@ -116,16 +185,17 @@ def read_parts(reader: Reader, segment: Segment, codec: Codec, shape: tuple[int,
                 f"tensor {tensor.name} is {tensor.dtype} {tuple(tensor.shape)}, but codec {codec.id} needs {dtype} {tuple(part_shape)}",
                 path=reader.path,
             )
-        parts[part] = to_mlx(reader.array(tensor.name), dtype)
-    return parts
+    return {part: dtype for part, (dtype, _) in wanted.items()}
 
 
 def _triplet(reader: Reader, role: Role, segment: Segment) -> Quantized:
     params = reader.manifest.codecs[segment.codec].params
     rows = segment.rows[1] - segment.rows[0]
     bits, group = params.get("bits"), params.get("group_size")
-    if not (isinstance(bits, int) and isinstance(group, int) and 1 <= bits <= 8 and group in (32, 64, 128) and role.dim % group == 0):
-        raise ManifestError(f"{MLX_AFFINE} with bits {bits!r}, group_size {group!r} does not fit head_dim {role.dim}", path=reader.path)
+    if type(bits) is not int or type(group) is not int or bits not in AFFINE_BITS or group not in (32, 64, 128) or role.dim % group:
+        raise ManifestError(
+            f"{MLX_AFFINE} with bits {bits!r:.40}, group_size {group!r:.40} does not fit head_dim {role.dim}", path=reader.path
+        )
     shapes = {
         "weight": (role.heads, rows, role.dim * bits // 32),
         "scales": (role.heads, rows, role.dim // group),

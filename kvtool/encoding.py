@@ -4,8 +4,9 @@ Rows of a role are split into segments: the first `sink` positions and the newes
 the codec, before RoPE (frame `pre`) or as cached (frame `post`).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,9 @@ ARRAY_NAMES = {
     mx.bool_: "BOOL",
 }
 FLOAT16_MAX = 65504.0
+BLOCK_VALUES = 1 << 20
+# Largest head_dim that goes through a lossy codec: its rotation takes (odd part of head_dim)^2 values.
+MAX_CODED_DIM = 4096
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,15 @@ class Tally:
     error: float = 0.0
     energy: float = 0.0
 
+    def add(self, exact: mx.array, decoded: mx.array) -> None:
+        """Count two (H, S, D) float32 arrays, a block of tokens at a time."""
+        heads, rows, dim = exact.shape
+        step = max(1, BLOCK_VALUES // (heads * dim))
+        for start in range(0, rows, step):
+            block = exact[:, start : start + step]
+            self.error += energy(block - decoded[:, start : start + step])
+            self.energy += energy(block)
+
     def relative(self) -> float:
         return self.error / self.energy if self.energy else 0.0
 
@@ -87,6 +100,7 @@ class Encoder:
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
     kept_raw: list[str] = field(default_factory=list)
     kept_post: list[str] = field(default_factory=list)
+    requantised: list[str] = field(default_factory=list)
     rope_problems: dict[str, str] = field(default_factory=dict)
 
     def layer(self, name: str, state: CacheState, probe: CacheProbe) -> CacheInfo:
@@ -97,7 +111,7 @@ class Encoder:
         arrays = tuple(None if a is None else self.array(f"{name}.state.{i}", a) for i, a in enumerate(state.arrays))
         if state.arrays and not self.lossless:
             self.kept_raw.append(f"{name}: recurrent state")
-        return CacheInfo(
+        info = CacheInfo(
             cls=state.cls,
             attention=state.attention,
             window=state.window,
@@ -109,6 +123,16 @@ class Encoder:
             params=dict(state.params),
             caches=caches,
         )
+        return self.live_class(info)
+
+    def live_class(self, info: CacheInfo) -> CacheInfo:
+        """The entry with the class that can hold what is decoded: no QuantizedKVCache unless K and V are still mlx's triplets."""
+        if info.cls != "QuantizedKVCache" or all(role is None or self._is_verbatim(role) for role in (info.k, info.v)):
+            return info
+        return replace(info, cls="KVCache", params={k: v for k, v in info.params.items() if k not in ("bits", "group_size")})
+
+    def _is_verbatim(self, role: Role) -> bool:
+        return len(role.segments) == 1 and self.codecs[role.segments[0].codec].id == MLX_AFFINE
 
     @property
     def lossless(self) -> bool:
@@ -127,9 +151,11 @@ class Encoder:
         if source.problem is not None:
             self.rope_problems[name] = source.problem
         codec = self.plan.k if role == "k" else self.plan.v
-        if not isinstance(codec, Raw) and (dim == 0 or dim % 2):
+        if not takes_dim(codec, dim):
             self.kept_raw.append(f"{name}: head_dim {dim}")
             codec = Raw()
+        if source.verbatim is not None and not isinstance(codec, Raw):
+            self.requantised.append(name)
         if source.verbatim is not None and isinstance(codec, Raw):
             segments: tuple[Segment, ...] = (self._verbatim(name, source.verbatim, rows),) if rows else ()
         else:
@@ -165,7 +191,7 @@ class Encoder:
             work = SegmentWork(
                 fetch=shared.rows(start, stop),
                 shape=(heads, stop - start, dim),
-                positions=positions_of(positions, start, stop),
+                positions=partial(positions_of, positions, start, stop),
                 rope=source.rope,
                 codec=chosen,
                 frame=self._frame(name, role, source, chosen),
@@ -219,7 +245,7 @@ class SegmentWork:
     Attributes:
         fetch: gives the rows as cached, (H, rows, D).
         shape: (H, rows, D).
-        positions: of the rows, int64 (rows,).
+        positions: gives those of the rows, int64 (rows,).
         rope: rotation of the rows as cached, or None.
         codec, frame: how they are stored.
         dtype: of raw rows; a narrowing that would overflow is an error.
@@ -228,7 +254,7 @@ class SegmentWork:
 
     fetch: Callable[[], mx.array]
     shape: tuple[int, int, int]
-    positions: np.ndarray
+    positions: Callable[[], np.ndarray]
     rope: RopeSpec | None
     codec: Codec
     frame: str
@@ -245,20 +271,20 @@ class SegmentWork:
         rows = self.fetch()
         if isinstance(self.codec, Raw):
             if self.dtype == mx.float16 and rows.dtype == mx.float32 and rows.size and not scalar(mx.max(mx.abs(rows))) <= FLOAT16_MAX:
+                at = self.positions()
                 raise ValueError(
-                    f"[save] rows at positions {self.positions[0]} to {self.positions[-1]} hold values beyond float16 ({FLOAT16_MAX:g}) "
+                    f"[save] rows at positions {at[0]} to {at[-1]} hold values beyond float16 ({FLOAT16_MAX:g}) "
                     "or not finite, and would be kept exact in float16; use --codec raw, or --sink 0 --recent 0."
                 )
             return self.codec.encode(rows.astype(self.dtype))
         rows = rows.astype(mx.float32)
         if self.frame == "pre":
-            rows = rotate(rows, self.positions, self.rope, None)
+            rows = rotate(rows, self.positions(), self.rope, None)
         parts = self.codec.encode(rows)
         mx.eval(parts)
         if self.tally is not None:
             decoded = self.codec.decode(parts, self.shape, mx.float32)
-            self.tally.error += scalar(mx.sum(mx.square(rows - decoded)))
-            self.tally.energy += scalar(mx.sum(mx.square(rows)))
+            self.tally.add(rows, decoded)
         return parts
 
 
@@ -266,16 +292,26 @@ def split_rows(
     positions: Sequence[tuple[int, int]], rows: int, sink: int, recent: int, codec: Codec, exact: Codec
 ) -> list[tuple[int, int, Codec]]:
     """Cut [0, rows) into exact sinks (rows of position < sink), coded rows and exact newest rows; empty pieces are left out."""
-    first = min(rows, int(np.count_nonzero(positions_of(positions, 0, rows) < sink))) if sink else 0
+    first = min(rows, sum(max(0, min(b, sink) - a) for a, b in positions))
     last = max(first, rows - recent)
     cuts = [(0, first, exact), (first, last, codec), (last, rows, exact)]
     return [cut for cut in cuts if cut[1] > cut[0]]
 
 
+def takes_dim(codec: Codec, dim: int) -> bool:
+    """Whether a codec can store this head_dim; what it cannot take is kept raw."""
+    return isinstance(codec, Raw) or (dim % 2 == 0 and 0 < dim <= MAX_CODED_DIM)
+
+
 def positions_of(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> np.ndarray:
     """Positions (int64) of rows start to stop, from a cache's [first, last) position ranges in row order."""
-    whole = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in ranges]) if ranges else np.empty(0, np.int64)
-    return whole[start:stop]
+    pieces, row = [np.empty(0, np.int64)], 0
+    for a, b in ranges:
+        first, last = max(a, a + start - row), min(b, a + stop - row)
+        if first < last:
+            pieces.append(np.arange(first, last, dtype=np.int64))
+        row += b - a
+    return np.concatenate(pieces)
 
 
 def source_of(value: mx.array | Quantized | None, probe: RoleProbe | None) -> RoleSource | None:
@@ -288,6 +324,15 @@ def source_of(value: mx.array | Quantized | None, probe: RoleProbe | None) -> Ro
     array = value
     heads, rows, dim = value.shape
     return RoleSource((heads, rows, dim), value.dtype, probe.rope, probe.rope_problem, lambda: array)
+
+
+def energy(x: mx.array) -> float:
+    """Sum of squares of a float32 array; beyond float32's range too, where the largest value is taken out first."""
+    total = scalar(mx.sum(mx.square(x)))
+    if math.isfinite(total):
+        return total
+    peak = scalar(mx.max(mx.abs(x)))
+    return scalar(mx.sum(mx.square(x / peak))) * peak**2
 
 
 def scalar(value: mx.array) -> float:

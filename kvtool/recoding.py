@@ -7,17 +7,18 @@ cached are decoded, rotated once by p_t w_t - p_s w_s, and encoded again; the er
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from formats.container import Reader, TensorPlan
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment
 from kvtool.archive import Archive, SaveReport, codec_plan, live_sizes, write_archive
 from kvtool.archive import open as open_archive
 from kvtool.compat import check_layers, short
-from kvtool.decoding import FLOATS, codec_of, decode_role, decode_segment, rope_of
+from kvtool.decoding import FLOATS, check_role, codec_of, decode_role, decode_segment, part_dtypes, rope_of
 from kvtool.encoding import MLX_AFFINE, Encoder, RoleSource, SegmentWork, positions_of
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe, probe_model
@@ -70,7 +71,10 @@ def recode(
         job = _Recoder(archive.reader, plan, rope_theta, shift)
         layers = tuple(job.cache(str(i), info, None if probes is None else probes[i]) for i, info in enumerate(manifest.layers))
         model = manifest.model if to_model is None else to_model.info
-        details: dict[str, Any] = {"header_only": sorted(job.untouched), "reencoded": sorted(job.touched)}
+        details: dict[str, Any] = {"header_only": sorted(job.untouched - job.touched), "reencoded": sorted(job.touched)}
+        if job.untouched & job.touched:
+            # Exact rows were rotated, the coded ones beside them copied.
+            details["partly"] = sorted(job.untouched & job.touched)
         if to_model is not None:
             details |= {"from": manifest.model.name, "to": model.name, "same_weights": manifest.model.weights == model.weights}
         if rope_theta is not None:
@@ -126,6 +130,7 @@ class _Recoder:
         self.encoder = Encoder(plan or CodecPlan(k=Raw(), v=Raw(), sink=0, recent=0, frame=None))
         self.untouched: set[str] = set()
         self.touched: set[str] = set()
+        self.copied: set[str] = set()
 
     def cache(self, name: str, info: CacheInfo, probe: CacheProbe | None) -> CacheInfo:
         if info.positions and info.positions[0][0] + self.shift < 0:
@@ -134,24 +139,37 @@ class _Recoder:
             )
         caches = tuple(self.cache(f"{name}.{i}", c, None if probe is None else probe.caches[i]) for i, c in enumerate(info.caches))
         positions = tuple((a + self.shift, b + self.shift) for a, b in info.positions)
-        for state in info.arrays:
-            if state is not None:
-                self._copy(state.tensor)
-        return replace(
+        arrays = tuple(
+            None if a is None else replace(a, tensor=self._copy(a.tensor, f"{name}.state.{i}")) for i, a in enumerate(info.arrays)
+        )
+        new = replace(
             info,
+            arrays=arrays,
             positions=positions,
             offset=info.offset + self.shift if info.positions else info.offset,
             k=self._role(f"{name}.k", "k", info, info.k, positions, None if probe is None else probe.k),
             v=self._role(f"{name}.v", "v", info, info.v, positions, None if probe is None else probe.v),
             caches=caches,
         )
+        return self.encoder.live_class(new)
+
+    def _problem(self, name: str) -> str | None:
+        """Why a role's rotation was not known when the file was written, or None."""
+        problems = self.reader.manifest.extra.get("rope_problems", {})
+        if not isinstance(problems, dict):
+            raise ManifestError("$.extra.rope_problems: must be an object", path=self.reader.path)
+        return str(problems[name]) if name in problems else None
 
     def _role(
         self, name: str, role: str, info: CacheInfo, old: Role | None, positions: tuple[tuple[int, int], ...], probe: RoleProbe | None
     ) -> Role | None:
         if old is None:
             return None
+        check_role(self.reader.path, old)
         source = rope_of(self.reader, old.rope)
+        if source is not None and source.first + source.dims > old.dim:
+            what = f"{name}: RoPE on entries {source.first} to {source.first + source.dims} of head_dim {old.dim}"
+            raise ManifestError(what, path=self.reader.path)
         target = self._target(name, source, probe)
         if self.plan is not None:
             return self._transcode(name, role, info, old, positions, source, target)
@@ -161,13 +179,20 @@ class _Recoder:
 
     def _target(self, name: str, source: RopeSpec | None, probe: RoleProbe | None) -> RopeSpec | None:
         """The rotation a role's rows are to have, refused by name where either side's is not known."""
-        problem = self.reader.manifest.extra.get("rope_problems", {}).get(name)
+        problem = self._problem(name)
         if problem is None and probe is not None:
             problem = probe.rope_problem
         moves = probe is not None or self.rope_theta is not None or self.shift != 0
         if problem is not None and moves:
             raise IncompatibleError(f"{name}: keys cannot be rotated: {problem}", path=self.reader.path)
         if probe is not None:
+            if source is not None and probe.rope is not None and (source.first, source.dims) != (probe.rope.first, probe.rope.dims):
+                raise IncompatibleError(
+                    f"{name}: entries {source.first} to {source.first + source.dims} are rotated, but the model rotates "
+                    f"{probe.rope.first} to {probe.rope.first + probe.rope.dims}",
+                    path=self.reader.path,
+                    hint="caches move only between models that rotate the same entries",
+                )
             return probe.rope
         if self.rope_theta is None or source is None:
             return source
@@ -191,7 +216,9 @@ class _Recoder:
     ) -> Role | None:
         self.touched.add(name)
         rows = info.rows
-        problem = self.reader.manifest.extra.get("rope_problems", {}).get(name)
+        problem = self._problem(name)
+        if any(self.reader.manifest.codecs[s.codec].id == MLX_AFFINE for s in old.segments):
+            self.encoder.requantised.append(name)
 
         def fetch() -> mx.array:
             value = decode_role(self.reader, old, info.positions)
@@ -217,20 +244,20 @@ class _Recoder:
         pairing_kept = source is None or target is None or source.pairing == target.pairing
         still = source == target and (self.shift == 0 or source is None)
         if still or (segment.frame == "pre" and source is not None and target is not None and pairing_kept):
-            for tensor in segment.tensors.values():
-                self._copy(tensor)
             self.untouched.add(name)
-            return replace(segment, codec=self.encoder.codec(codec_info))
+            tensors = {part: self._copy(tensor, f"{name}.{index}.{part}") for part, tensor in segment.tensors.items()}
+            return replace(segment, codec=self.encoder.codec(codec_info), tensors=tensors)
         self.touched.add(name)
+        start, stop = segment.rows
+        shape = (role.heads, stop - start, role.dim)
         if codec_info.id == MLX_AFFINE:
             # Rotated rows no longer are what mlx quantised: they are kept in the cache's own precision rather than quantised twice.
             codec: Codec = Raw()
             dtype = FLOATS[role.dtype]
         else:
             codec = codec_of(self.reader.path, codec_info)
-            stored = self.reader.tensors[segment.tensors["data"]].dtype if isinstance(codec, Raw) else role.dtype
-            dtype = FLOATS[stored]
-        start, stop = segment.rows
+            dtypes = part_dtypes(self.reader, segment, codec, shape)
+            dtype = FLOATS[dtypes["data"] if isinstance(codec, Raw) else role.dtype]
 
         def fetch() -> mx.array:
             rows = decode_segment(self.reader, role, segment, info.positions)
@@ -238,8 +265,8 @@ class _Recoder:
 
         work = SegmentWork(
             fetch=fetch,
-            shape=(role.heads, stop - start, role.dim),
-            positions=positions_of(positions, start, stop),
+            shape=shape,
+            positions=partial(positions_of, positions, start, stop),
             rope=target,
             codec=codec,
             frame=segment.frame if target is not None else "post",
@@ -247,9 +274,14 @@ class _Recoder:
         )
         return self.encoder.segment(f"{name}.{index}", segment.rows, work)
 
-    def _copy(self, tensor: str) -> None:
+    def _copy(self, tensor: str, name: str) -> str:
+        """Plan the copy of a tensor under a name; a tensor that stands for two things would be written twice."""
+        if tensor in self.copied:
+            raise ManifestError(f"tensor {tensor} is used twice", path=self.reader.path)
+        self.copied.add(tensor)
         stored = self.reader.tensors[tensor]
-        self.encoder.tensors.append(TensorPlan(tensor, stored.dtype, tuple(stored.shape), lambda: self.reader.array(tensor)))
+        self.encoder.tensors.append(TensorPlan(name, stored.dtype, tuple(stored.shape), lambda: self.reader.array(tensor)))
+        return name
 
     def _rotated(
         self,
