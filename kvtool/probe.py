@@ -190,6 +190,8 @@ def _forward(model: nn.Module, offset: int) -> list[Any]:
     ids = mx.array(PROBE_IDS)[:, None]
     try:
         model(ids, cache=caches)
+        # Only what the caches hold: the last layer's output and the logits are never computed.
+        mx.eval([list(_recorded(cache)) for cache in caches])
     except (TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError) as error:
         names = ", ".join(sorted({type(cache).__name__ for cache in caches}))
         what = f"{type(model).__module__}.{type(model).__name__} cannot be probed: one token at position {offset} with caches of "
@@ -216,7 +218,6 @@ def _probe(model: nn.Module) -> tuple[CacheProbe, ...]:
     everywhere = _candidates(model)
     far = FAR if any(is_rope(m) for _, m in model.named_modules()) else NEAR
     at_zero, at_far = _forward(model, 0), _forward(model, far)
-    mx.eval([list(_recorded(cache)) for cache in (*at_zero, *at_far)])
     layers = list(getattr(model, "layers", ()))
     table = []
     for i, (near, distant) in enumerate(zip(at_zero, at_far, strict=True)):
