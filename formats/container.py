@@ -135,6 +135,7 @@ def write_container(
             space = grown
         out.seek(0)
         out.write(_sealed(header, space))
+        # An attempt at compression may have written past the last tensor.
         out.truncate(end)
     return WriteReport(os.fspath(path), end, space, end - space)
 
@@ -207,7 +208,6 @@ def _write_tensor(out: AtomicFile, plan: TensorPlan, offset: int, compress: bool
             encoding = "zstd"
         else:
             out.seek(offset)
-            out.truncate(offset)
     if encoding == "none":
         # A chunk is copied before it is hashed and written, so that a source changing meanwhile cannot part the two.
         stored, digest = _write_padded(out, (bytes(data[i : i + _CHUNK]) for i in range(0, len(data), _CHUNK)))

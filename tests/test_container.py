@@ -264,6 +264,28 @@ def test_check_reads_only_and_needs_no_mlx(small):
     assert (small.stat().st_mtime_ns, small.read_bytes()) == before
 
 
+def test_buffer_changed_during_write(tmp_path, monkeypatch):
+    data = np.zeros(3_000_000, np.uint8)
+    real = os.write
+
+    def write(fd, view):
+        data[:] += 1
+        return real(fd, view)
+
+    monkeypatch.setattr(os, "write", write)
+    manifest = dataclasses.replace(tiny_manifest(), layers=())
+    write_container(tmp_path / "a", manifest, [TensorPlan("a", "U8", (3_000_000,), lambda: data)], compress=False)
+    assert data[0] > 2 and check(tmp_path / "a") == []
+
+
+def test_failed_compression_leaves_nothing_behind(tmp_path):
+    data = np.random.default_rng(0).integers(0, 256, 64, dtype=np.uint8)
+    manifest = dataclasses.replace(tiny_manifest(), layers=())
+    report = write_container(tmp_path / "a", manifest, [TensorPlan("a", "U8", (64,), lambda: data)])
+    assert report.tensor_bytes == 64 and os.path.getsize(tmp_path / "a") == report.file_bytes
+    assert check(tmp_path / "a") == []
+
+
 # -- the caller's mistakes
 
 

@@ -91,6 +91,18 @@ def test_any_call_failing_leaves_old_or_new(tmp_path, error, after):
     assert failed == set(CALLS)
 
 
+def test_order_of_the_last_calls(tmp_path, monkeypatch):
+    calls = []
+    for name in CALLS:
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real, **kwargs: calls.append((name, args[0])) or real(*args, **kwargs))
+    written(tmp_path / "a.kv")
+    monkeypatch.undo()
+    names = [name for name, _ in calls]
+    assert names[-6:] == ["fsync", "close", "replace", "open", "fsync", "close"] and names[-8:-6] == ["write", "ftruncate"]
+    assert names.count("replace") == 1 and calls[-3][1] == str(tmp_path)
+
+
 def test_exception_while_producing(tmp_path):
     path = tmp_path / "a.kv"
     write_container(path, tiny_manifest(), tiny_plans())

@@ -298,6 +298,15 @@ def foreign(data: np.ndarray, dtype: str = "F16") -> ForeignArray:
     return ForeignArray(dtype, data.shape, data)
 
 
+# One group of 64 values in 4 bits: 8 words, one scale.
+TRIPLET = (foreign(arr(1, 2, 4, 8, dtype="U32"), "U32"), foreign(arr(1, 2, 4, 1)), foreign(arr(1, 2, 4, 1)))
+
+
+def test_the_triplet_is_sound_otherwise(tmp_path):
+    write_prompt_cache(tmp_path / "a.safetensors", [ForeignCache("QuantizedKVCache", (TRIPLET, TRIPLET, 4, 64, 4))], {})
+    assert read_prompt_cache(tmp_path / "a.safetensors").layers[0].arrays[2:] == (4, 64, 4)
+
+
 @pytest.mark.parametrize(
     ("layers", "version", "match"),
     [
@@ -306,6 +315,10 @@ def foreign(data: np.ndarray, dtype: str = "F16") -> ForeignArray:
         ([ForeignCache("KVCache", (K, V, 4))], 2, "keys must be array"),
         ([ForeignCache("KVCache", (foreign(K, "BF16"), foreign(V), 4))], 2, "keys must be array"),
         ([ForeignCache("KVCache", (foreign(K), foreign(V), True))], 2, "offset must be int"),
+        ([ForeignCache("QuantizedKVCache", (TRIPLET, TRIPLET, 4, 32, 4))], 2, "bits and group size"),
+        ([ForeignCache("QuantizedKVCache", (TRIPLET, TRIPLET, 4, 64, 8))], 2, "bits and group size"),
+        ([ForeignCache("QuantizedKVCache", (TRIPLET[:2], TRIPLET, 4, 64, 4))], 2, "keys must be triplet"),
+        ([ForeignCache("QuantizedKVCache", ((TRIPLET[0], TRIPLET[1], foreign(arr(1, 2, 4, 2))), TRIPLET, 4, 64, 4))], 2, "bits and"),
         ([ForeignCache("Weird", ())], 2, "unknown cache class"),
         ([], 2, "at least one layer"),
         ([ForeignCache("KVCache", (None, None, 0))], 3, "version"),
