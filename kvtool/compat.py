@@ -19,7 +19,8 @@ def check_identity(path: str, manifest: Manifest, model: ModelInfo) -> None:
             ("weights", manifest.model.weights, model.weights),
             ("tokenizer", manifest.model.tokenizer, model.tokenizer),
         )
-        if a != b
+        # An unknown digest vouches for nothing.
+        if a != b or a is None
     ]
     if differ:
         raise IncompatibleError(
@@ -45,7 +46,7 @@ def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo) 
     same_weights = model.weights is not None and reader.manifest.model.weights == model.weights
     for i, (layer, probe) in enumerate(zip(reader.manifest.layers, probes, strict=True)):
         problem = _rope_difference(reader, layer, probe, same_weights)
-        if problem:
+        if problem is not None:
             raise IncompatibleError(
                 f"layer {i}: keys are rotated otherwise than in {name}: {problem}",
                 path=reader.path,
@@ -69,7 +70,7 @@ def _rope_difference(reader: Reader, layer: CacheInfo, probe: CacheProbe, same_w
         if not alike:
             return rope_fields(stored, live.rope)
     pairs = zip(layer.caches, probe.caches, strict=True)
-    return next(filter(None, (_rope_difference(reader, a, b, same_weights) for a, b in pairs)), None)
+    return next((text for text in (_rope_difference(reader, a, b, same_weights) for a, b in pairs) if text is not None), None)
 
 
 def check_rows(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheProbe], length: int) -> None:
@@ -145,7 +146,7 @@ def rope_fields(a: RopeSpec | None, b: RopeSpec | None) -> str:
     """The fields in which two rotations differ, as text."""
     if a is None or b is None:
         return f"file {'has no RoPE' if a is None else a.kind}, model {'has no RoPE' if b is None else b.kind}"
-    fields = [f for f in ("kind", "dims", "pairing", "base", "scale", "magnitude") if getattr(a, f) != getattr(b, f)]
+    fields = [f for f in ("kind", "first", "dims", "pairing", "base", "scale", "magnitude") if getattr(a, f) != getattr(b, f)]
     text = [f"{f}: file {getattr(a, f)}, model {getattr(b, f)}" for f in fields]
     if a.periods != b.periods:
         count = sum(x != y for x, y in zip(a.frequencies, b.frequencies, strict=False))

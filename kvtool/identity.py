@@ -56,21 +56,24 @@ def _tensor_digests(path: Path) -> list[tuple[str, str, list[int], str]]:
         raise IncompatibleError(f"header of {length} bytes in a file of {data.size}", path=str(path), hint="download the model again")
     try:
         header = json.loads(data[8 : 8 + length].tobytes())
-    except ValueError as error:
-        raise IncompatibleError(f"header is not JSON ({error})", path=str(path), hint="download the model again") from error
+        spans = [(n, t["dtype"], list(t["shape"]), *_span(t["data_offsets"])) for n, t in header.items() if n != "__metadata__"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise IncompatibleError(f"not a safetensors header ({error!r})", path=str(path), hint="download the model again") from error
     start = 8 + length
     found = []
-    for name, info in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end = info["data_offsets"]
+    for name, dtype, shape, begin, end in spans:
         if not 0 <= begin <= end <= data.size - start:
             raise IncompatibleError(
                 f"tensor {name} at {begin}..{end} lies outside the file", path=str(path), hint="download the model again"
             )
         digest = blake3(max_threads=blake3.AUTO).update(data[start + begin : start + end].data).hexdigest()
-        found.append((name, info["dtype"], list(info["shape"]), digest))
+        found.append((name, dtype, shape, digest))
     return found
+
+
+def _span(offsets: list[int]) -> tuple[int, int]:
+    begin, end = offsets
+    return int(begin), int(end)
 
 
 def tokenizer_digest(vocab: Mapping[str, int], probe_ids: list[list[int]]) -> str:
