@@ -23,7 +23,7 @@ ROTATED = (
     "rvq-2+2:ls:center",
     "rvq-2+2:unbiased:center",
     "rvq-1:norm:nocenter",
-    "rvq-3:ls:nocenter:seed=18446744073709551615",
+    "rvq-3:ls:nocenter:seed=9223372036854775807",
     "rvq-4:unbiased:nocenter",
     "rvq-7:ls:center",
     "rvq-8:ls:nocenter",
@@ -194,8 +194,8 @@ def test_codes_scales_and_values_agree_with_the_oracle(spec: str, dim: int) -> N
     parts = subject.encode(x)
     mean = mean_of(parts)
     if mean is not None:
-        # One rounding to bfloat16 (2**-9) of a float32 sum.
-        np.testing.assert_allclose(mean, numpy64(x).mean(axis=1), rtol=2**-8, atol=1e-6)
+        # One rounding to bfloat16 (2**-8) of a float32 sum.
+        np.testing.assert_allclose(mean, numpy64(x).mean(axis=1), rtol=2**-8 + 1e-5, atol=1e-6)
     expected = oracle.encode(numpy64(x), subject.codebooks, subject.scale, mean, subject.seed)
     codes = [oracle.unpack(np.array(parts[part]), bits, dim) for part, bits in zip(subject.code_parts, subject.bits, strict=True)]
     scale, centred = scale_and_centred(parts)
@@ -207,13 +207,19 @@ def test_codes_scales_and_values_agree_with_the_oracle(spec: str, dim: int) -> N
         assert np.array_equal(got[sure_values], wanted[sure_values])
     assert sure_values.mean() > 0.8  # the rest are the rows of zeros
     rows = np.all(sure_values, axis=-1)
-    np.testing.assert_allclose(scale[rows], expected.scale[rows], rtol=2**-8)
+    np.testing.assert_allclose(scale[rows], expected.scale[rows], rtol=2**-8 + 1e-5)  # one rounding to bfloat16
 
     decoded = numpy64(subject.decode(parts, x.shape, mx.float32))
     wanted = oracle.decode(codes, subject.codebooks, scale, centred, mean, subject.seed)
     # float32: a few roundings per stage of the transform, relative to the row.
     np.testing.assert_allclose(decoded, wanted, rtol=0, atol=4e-6 * np.abs(wanted).max())
     assert np.abs(decoded - wanted).max() <= 4e-6 * max(1.0, np.abs(wanted).max())
+
+
+def test_the_mean_is_over_all_tokens() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 10_000, 4)).astype(np.float32) + np.linspace(0, 3, 10_000, dtype=np.float32)[:, None]
+    mean = mean_of(codec("rvq-1:ls:center").encode(mx.array(x)))
+    np.testing.assert_allclose(mean, x.astype(np.float64).mean(axis=1), rtol=2**-8 + 1e-5)  # one rounding to bfloat16
 
 
 @pytest.mark.parametrize("spec", ROTATED)
@@ -276,8 +282,8 @@ def test_error_is_relative_at_any_size(spec: str, size: float) -> None:
     subject, x = codec(spec), mx.random.normal((2, 50, 64), key=mx.random.key(4))
     decoded, base = (subject.decode(subject.encode(scaled), x.shape, mx.float32) for scaled in (x * size, x))
     error, usual = (numpy64(d) / factor - numpy64(x) for d, factor in ((decoded, size), (base, 1.0)))
-    # bfloat16 scales and means round by up to 2**-9 of a value, elsewhere for each size.
-    assert np.linalg.norm(error) == pytest.approx(np.linalg.norm(usual), rel=0.05, abs=2**-9 * np.linalg.norm(numpy64(x)))
+    # bfloat16 scales and means round by up to 2**-8 of a value, elsewhere for each size.
+    assert np.linalg.norm(error) == pytest.approx(np.linalg.norm(usual), rel=0.05, abs=2**-8 * np.linalg.norm(numpy64(x)))
 
 
 @pytest.mark.parametrize("spec", ROTATED)
@@ -318,8 +324,8 @@ def test_error_on_gaussian_rows_is_the_tables(bits: tuple[int, ...]) -> None:
     x = x * mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True))
     measured = float(mx.mean(mx.square(x - subject.decode(subject.encode(x), x.shape, x.dtype))).item())
     # A million values; the tails, which carry much of a fine table's error (most of it with two stages), are few, and on a sphere
-    # of 1024 dimensions a little lighter than a Gaussian's. The scale adds at most 2**-18.
-    assert measured == pytest.approx(oracle.gaussian_mse(subject.codebooks), rel=0.03 * len(bits), abs=2**-18)
+    # of 1024 dimensions a little lighter than a Gaussian's. The scale is exactly 1.
+    assert measured == pytest.approx(oracle.gaussian_mse(subject.codebooks), rel=0.03 * len(bits))
 
 
 @pytest.mark.parametrize(
@@ -388,6 +394,7 @@ def test_a_codec_may_be_overridden_for_one_role() -> None:
         ("rvq-5+4", "at most 8"),
         ("rvq-2+2:fast", "unknown option 'fast'"),
         ("rvq-2+2:seed=-1", "unknown option"),
+        ("rvq-2+2:seed=9223372036854775808", "unknown option"),
         ("raw:ls", "no codec 'raw:ls'"),
         ("raw,raw", "two codecs"),
         ("k=raw", "no codec for values"),
@@ -417,7 +424,8 @@ def test_wrong_specs_say_what_exists(spec: str, message: str) -> None:
         ({"codebooks": [list(range(512))], "bits": [9]}, r"codebooks\[0\]"),
         ({"bits": [2, 3]}, "bits"),
         ({"rotation": "qr"}, "rotation"),
-        ({"seed": 1 << 64}, "seed"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"seed": -1}, "seed"),
         ({"seed": True}, "seed"),
         ({"scale": "max"}, "scale"),
         ({"scale": ["ls"]}, "scale"),
