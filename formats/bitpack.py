@@ -149,7 +149,6 @@ def _pack_words(codes: np.ndarray, out: np.ndarray, bits: int) -> None:
         return
     per = 32 // bits
     groups = _in_groups(codes, per).reshape(len(codes), -1, per)
-    out[:] = 0
     for i in range(per):
         out |= groups[:, :, i].astype(np.uint32) << np.uint32(i * bits)
 
