@@ -39,7 +39,7 @@ def test_bytes(tmp_path, name):
     data = (FOLDER / f"{name}.kv").read_bytes()
     rng = random.Random(name)
     path = tmp_path / "a"
-    for _ in range(500):
+    for _ in range(400):
         mutated = bytearray(data)
         for _ in range(rng.randint(1, 3)):
             at, size = rng.randrange(len(data)), rng.choice([1, 1, 2, 8, 64, 500])
@@ -94,7 +94,7 @@ def test_json_values_with_the_right_digest(tmp_path, name):
     rng = random.Random(name)
     path = tmp_path / "a"
     seen = {"sound": 0, "damaged": 0, "refused": 0}
-    for _ in range(700):
+    for _ in range(450):
         outer, manifest, _ = split(data)
         tensors = {key: value for key, value in outer.items() if key != "__metadata__"}
         for _ in range(rng.randint(1, 2)):
@@ -102,7 +102,7 @@ def test_json_values_with_the_right_digest(tmp_path, name):
         path.write_bytes(forge(data, tensors, manifest))
         seen[outcome(path)] += 1
     # The deeper checks are reached, and harmless edits (a name, an unknown key) are not refused.
-    assert seen["refused"] > 200 and seen["sound"] > 20
+    assert seen["refused"] > 100 and seen["sound"] > 10
 
 
 def test_json_text_with_the_right_digest(tmp_path):
@@ -132,7 +132,7 @@ def test_json_text_with_the_right_digest(tmp_path):
         "[" * 40,
         '"a":1,',
     ]
-    for _ in range(500):
+    for _ in range(400):
         text = json.dumps(manifest, separators=(",", ":"))
         inner = rng.random() < 0.5
         if not inner:
