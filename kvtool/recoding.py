@@ -4,6 +4,7 @@ Keys stored before RoPE need no touch: their rotation stands in the header, so a
 cached are decoded, rotated once by p_t w_t - p_s w_s, and encoded again; the error that adds is measured and recorded.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -60,6 +61,8 @@ def recode(
     """
     if to_model is not None and rope_theta is not None:
         raise ValueError("[recode] give to_model or rope_theta, not both.")
+    if rope_theta is not None and not (math.isfinite(rope_theta) and rope_theta > 0):
+        raise ValueError(f"[recode] rope_theta must be positive and finite, but got {rope_theta}.")
     if to_model is None and rope_theta is None and shift == 0 and codec is None:
         raise ValueError("[recode] nothing to do: give to_model, rope_theta, shift or codec.")
     if codec is None and (sink, recent, frame) != (None, None, None):
@@ -68,6 +71,8 @@ def recode(
         manifest = archive.manifest
         probes = None if to_model is None else _fit(archive, to_model)
         plan = None if codec is None else codec_plan(codec, sink, recent, frame)
+        if rope_theta is not None:
+            _check_one_base(archive)
         job = _Recoder(archive.reader, plan, rope_theta, shift)
         layers = tuple(job.cache(str(i), info, None if probes is None else probes[i]) for i, info in enumerate(manifest.layers))
         model = manifest.model if to_model is None else to_model.info
@@ -113,6 +118,17 @@ def _fit(archive: Archive, model: LoadedModel) -> tuple[CacheProbe, ...]:
     return probes
 
 
+def _check_one_base(archive: Archive) -> None:
+    """Raise IncompatibleError where layers have different bases (sliding and full ones): one new base cannot stand for both."""
+    bases = sorted({r["base"] for r in archive.manifest.ropes if r["base"] is not None})
+    if len(bases) > 1:
+        raise IncompatibleError(
+            f"its layers have {len(bases)} RoPE bases ({', '.join(f'{b:g}' for b in bases)}), so one base does not say the target",
+            path=archive.path,
+            hint="use --to-model",
+        )
+
+
 def origin(manifest: Manifest, model: ModelInfo) -> dict[str, Any]:
     """`extra` of a recoded file: what it carried, and the model that computed the keys and values at first."""
     first = {"name": manifest.model.name, "weights": manifest.model.weights}
@@ -142,6 +158,8 @@ class _Recoder:
         arrays = tuple(
             None if a is None else replace(a, tensor=self._copy(a.tensor, f"{name}.state.{i}")) for i, a in enumerate(info.arrays)
         )
+        if arrays and not self.encoder.lossless:
+            self.encoder.kept_raw.append(f"{name}: recurrent state")
         new = replace(
             info,
             arrays=arrays,
@@ -241,9 +259,8 @@ class _Recoder:
     ) -> Segment:
         """One segment of the new file: copied where its bytes stay valid, else decoded, rotated and encoded again."""
         codec_info = self.reader.manifest.codecs[segment.codec]
-        pairing_kept = source is None or target is None or source.pairing == target.pairing
         still = source == target and (self.shift == 0 or source is None)
-        if still or (segment.frame == "pre" and source is not None and target is not None and pairing_kept):
+        if still or (segment.frame == "pre" and source is not None and target is not None):
             self.untouched.add(name)
             tensors = {part: self._copy(tensor, f"{name}.{index}.{part}") for part, tensor in segment.tensors.items()}
             return replace(segment, codec=self.encoder.codec(codec_info), tensors=tensors)
