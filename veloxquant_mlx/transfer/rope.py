@@ -7,6 +7,29 @@ A cached key is K = m * Rot(p * w) K_pre on the first `dims` of its D entries: p
 
 which covers another theta, another scaling, another position and any mixture of them. "half" pairs entries (i, i + dims/2)
 (mlx: traditional=False), "interleaved" pairs (2i, 2i + 1) (traditional=True).
+
+Two methods. "exact" takes the angle in float64 on the host (MLX has no float64 on a GPU): it is the operator of the formula.
+"mlx" undoes and redoes with `mx.fast.rope`, hence with the float32 angles the models themselves use: it gives what this
+back end would have cached. Measured on a CPU (mlx 0.32.4):
+
+    position                                            10        5 000     50 000    131 072   1 000 000
+    against float64, D 128, theta 1e4 -> 1e6
+      float32   exact                                   4.1e-8    4.2e-8    4.2e-8    4.1e-8    4.2e-8     relative, Frobenius
+                mlx                                     5.2e-7    5.8e-5    5.8e-4    1.5e-3    1.1e-2
+      float16   exact (one rounding: 2.1e-4)            2.0e-4    2.1e-4    2.1e-4    2.1e-4    2.1e-4
+      bfloat16  exact (one rounding: 1.6e-3)            1.6e-3    1.6e-3    1.7e-3    1.6e-3    1.7e-3
+    against a prefill of SmolLM2-135M, theta 1e5 -> 1e4, layer-0 keys of 128 tokens from that position
+      float32   exact                                   1.0e-6    6.4e-5    6.5e-4    1.7e-3
+                mlx                                     6.9e-8    7.0e-8    7.2e-8    7.1e-8
+      float16   exact                                   3.4e-4    3.4e-4    7.4e-4    1.8e-3
+                mlx                                     3.4e-4    3.3e-4    3.4e-4    3.4e-4
+    next-token KL, 128 tokens moved from 0 to there, both methods: below 3e-6, the noise of the measurement
+    next-token KL to a prefill with the other theta     1.2e-3    1.2e-3    1.2e-3    1.2e-3    both methods
+      (keys left as they were                           2.2       3.3       3.4       5.0)
+
+So `rotate` defaults to "mlx", and a test of layer-0 keys against a prefill may ask for 1e-6 of "mlx" at any position, but of "exact"
+only for 1e-6 + 2e-8 per token of position. Keys that another system rotated belong to "exact". `recode_rope`, `strip_rope` and
+`apply_rope` are the exact operator.
 """
 
 import math
@@ -237,7 +260,7 @@ def rotate(
     target: RopeSpec | None,
     *,
     target_positions: mx.array | np.ndarray | Sequence[int] | None = None,
-    method: str = "exact",
+    method: str = "mlx",
 ) -> mx.array:
     """Keys as `target` would have cached them, from keys as `source` cached them.
 
@@ -247,7 +270,7 @@ def rotate(
         source: rotation that the keys carry; None if they are pre-RoPE.
         target: rotation that the result carries; None strips.
         target_positions: (S,) integers for `target`; `positions` when None.
-        method: "exact" or "mlx", see the module docstring.
+        method: "mlx" (this back end's own angles) or "exact" (float64 angles); see the module docstring.
 
     Returns:
         (..., S, D) in the dtype of `keys`. Entries from `dims` on are copied bit for bit, and so is everything (but for the order
@@ -286,18 +309,18 @@ def rotate(
 
 def strip_rope(keys: mx.array, positions: mx.array | np.ndarray | Sequence[int], base: float) -> mx.array:
     """Pre-RoPE keys from keys (..., S, D) rotated at `positions` (S,) with theta `base` over all D entries, half pairing."""
-    return rotate(keys, positions, _whole_head("strip_rope", keys, base), None)
+    return rotate(keys, positions, _whole_head("strip_rope", keys, base), None, method="exact")
 
 
 def apply_rope(keys: mx.array, positions: mx.array | np.ndarray | Sequence[int], base: float) -> mx.array:
     """Pre-RoPE keys (..., S, D) rotated at `positions` (S,) with theta `base` over all D entries, half pairing."""
-    return rotate(keys, positions, None, _whole_head("apply_rope", keys, base))
+    return rotate(keys, positions, None, _whole_head("apply_rope", keys, base), method="exact")
 
 
 def recode_rope(keys: mx.array, positions: mx.array | np.ndarray | Sequence[int], source_base: float, target_base: float) -> mx.array:
     """Keys (..., S, D) rotated with theta `source_base` as theta `target_base` would have rotated them, in one rotation."""
     source, target = (_whole_head("recode_rope", keys, base) for base in (source_base, target_base))
-    return rotate(keys, positions, source, target)
+    return rotate(keys, positions, source, target, method="exact")
 
 
 def _whole_head(caller: str, keys: mx.array, base: float) -> RopeSpec:
