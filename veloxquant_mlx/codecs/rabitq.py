@@ -8,8 +8,13 @@
     unbiased  s = |y|_2^2 / |y|_1    RaBitQ's estimator: <w, x^> averages to <w, x> over rotations
 
 Parts: codes (H, S, ceil(D / 8)) U8, dimension 8 b + t in bit t of byte b; scale (H, S) BF16; with centring mean (H, D) BF16.
-A kernel computes <w, x^> = s (2 sum of (R w)_i over the set bits - sum of all) + <w, mean>; per token it reads D / 8 bytes and a scale.
+A kernel computes <w, x^> = |s| (2 sum of (R w)_i over the set bits - sum of all) + <w, mean>, the mean only where the scale's sign bit
+is 0; per token it reads D / 8 bytes and a scale.
 As a codec of values `rabitq` means four bits with one Lloyd-Max stage (`rvq-4`): one-bit values are too coarse to average.
+
+Least squares is the default although it is biased: under a softmax the noise of 1-bit scores costs more than their shrinkage.
+Measured as in `rvq`, keys alone, 4 first and 32 last rows exact, pre-RoPE, centred: ls KL .243, top-1 .815; unbiased .466, .659.
+One bit per key is a coarse code for heads of 64: choose it for its size and speed, not for fidelity.
 """
 
 from dataclasses import dataclass
