@@ -339,6 +339,7 @@ def _rope(node: Node) -> dict[str, JSON]:
     node.key("scale").number()
     periods = node.key("periods").optional(lambda n: [p.optional(lambda q: q.number()) for p in n.elements()])
     node.key("magnitude").number()
+    node.key("first").integer()
     if (base is None) == (periods is None):
         raise node.fail("needs exactly one of base and periods")
     if periods is not None and len(periods) != dims // 2:

@@ -39,13 +39,13 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from kvtool.blas import use_openblas as use_openblas
     from kvtool.archive import Archive as Archive
     from kvtool.archive import Restored as Restored
     from kvtool.archive import SaveReport as SaveReport
     from kvtool.archive import load as load
     from kvtool.archive import open as open
     from kvtool.archive import save as save
+    from kvtool.blas import use_openblas as use_openblas
     from kvtool.capturing import Snapshot as Snapshot
     from kvtool.capturing import capture as capture
     from kvtool.evaluation import EvalReport as EvalReport

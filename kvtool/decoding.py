@@ -1,6 +1,6 @@
 """Turn manifest entries and their tensors back into cache states, one (layer, role) at a time."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,9 +9,10 @@ import numpy as np
 from formats.container import Reader
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
-from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, positions_of, takes_dim
+from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, positions_of, takes_dim, unrotated
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import CODECS, Codec
+from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
 FLOATS = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -28,7 +29,27 @@ CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
 # Faster than any RoPE turns (1 rad a token, a few with odd scalings): beyond it angles have lost their meaning in float64.
 MAX_FREQUENCY = 1e4
 MAX_ROPE_DIMS = 1 << 16
+# YaRN and longrope scale keys by 1 to 2.
+MAX_MAGNITUDE = 1e6
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+
+
+def check_references(path: str, layers: Sequence[CacheInfo]) -> None:
+    """Raise ManifestError where one tensor stands for two things."""
+    seen: set[str] = set()
+    for name in _references(layers):
+        if name in seen:
+            raise ManifestError(f"tensor {name} is used twice", path=path)
+        seen.add(name)
+
+
+def _references(layers: Sequence[CacheInfo]) -> Iterator[str]:
+    for layer in layers:
+        for role in (layer.k, layer.v):
+            for segment in role.segments if role else ():
+                yield from segment.tensors.values()
+        yield from (array.tensor for array in layer.arrays if array is not None)
+        yield from _references(layer.caches)
 
 
 def decode_cache(reader: Reader, info: CacheInfo) -> CacheState:
@@ -117,6 +138,11 @@ def decode_segment(reader: Reader, role: Role, segment: Segment, positions: Any)
     codec = codec_of(reader.path, info)
     if not takes_dim(codec, role.dim):
         raise ManifestError(f"codec {codec.id} does not take head_dim {role.dim}", path=reader.path)
+    if isinstance(codec, Raw):
+        stored = part_dtypes(reader, segment, codec, shape)["data"]
+        # Exact rows of a float32 cache may take 16 bits; nothing else is narrower or wider than the cache.
+        if stored != role.dtype and (stored, role.dtype) != ("F16", "F32"):
+            raise ManifestError(f"rows of a {role.dtype} cache are stored as {stored}", path=reader.path)
     parts = read_parts(reader, segment, codec, shape)
     if segment.frame == "post":
         rows = codec.decode(parts, shape, dtype)
@@ -126,7 +152,7 @@ def decode_segment(reader: Reader, role: Role, segment: Segment, positions: Any)
             what = "no RoPE" if rope is None else f"RoPE on entries {rope.first} to {rope.first + rope.dims}"
             raise ManifestError(f"rows are stored before RoPE, but the file has {what} for head_dim {role.dim}", path=reader.path)
         rows = codec.decode(parts, shape, mx.float32)
-        rows = rotate(rows, positions_of(positions, start, stop), None, rope)
+        rows = rotate(rows, positions_of(positions, start, stop), unrotated(rope), rope)
         # A value close to float16's end must not become Inf by the codec's error.
         rows = (mx.clip(rows, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else rows).astype(dtype)
     mx.eval(rows)
@@ -145,6 +171,8 @@ def rope_of(reader: Reader, index: int | None) -> RopeSpec | None:
         fastest = max(map(abs, rope.frequencies))
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ManifestError(f"ropes[{index}] is not valid: {error}", path=reader.path) from error
+    if not 1 / MAX_MAGNITUDE <= rope.magnitude <= MAX_MAGNITUDE:
+        raise ManifestError(f"ropes[{index}] scales keys by {rope.magnitude:g}", path=reader.path)
     if not fastest <= MAX_FREQUENCY:
         raise ManifestError(f"ropes[{index}] turns by {fastest:g} rad a token, more than {MAX_FREQUENCY:g}", path=reader.path)
     return rope

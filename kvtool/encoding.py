@@ -279,13 +279,21 @@ class SegmentWork:
             return self.codec.encode(rows.astype(self.dtype))
         rows = rows.astype(mx.float32)
         if self.frame == "pre":
-            rows = rotate(rows, self.positions(), self.rope, None)
+            rows = rotate(rows, self.positions(), self.rope, unrotated(self.rope))
         parts = self.codec.encode(rows)
         mx.eval(parts)
         if self.tally is not None:
             decoded = self.codec.decode(parts, self.shape, mx.float32)
             self.tally.add(rows, decoded)
         return parts
+
+
+def unrotated(rope: RopeSpec | None) -> RopeSpec | None:
+    """What rows of the frame `pre` carry: no rotation, and the rotary entries in half-split order whatever the model's pairing.
+
+    With one order for all, the rows of an interleaved model and of its half-split twin are the same.
+    """
+    return None if rope is None else RopeSpec("none", rope.dims, base=1.0, scale=0.0, first=rope.first)
 
 
 def split_rows(

@@ -112,7 +112,7 @@ def evaluate(
             start = time.perf_counter()
             caches[arm] = _cache(arm, archive, model, prefix, allow_mismatch)
             seconds[arm] = time.perf_counter() - start
-        scores = _scores(model, caches, ids, n, progress)
+        scores = score_caches(model, caches, ids, n, progress)
         codecs = tuple(dict.fromkeys(c.id for c in archive.manifest.codecs))
         results = tuple(_result(arm, scores[arm], seconds[arm]) for arm in caches)
         return EvalReport(archive.path, model.info.name, codecs, len(prefix), n, results)
@@ -136,7 +136,7 @@ def _cache(arm: str, archive: Archive, model: LoadedModel, prefix: Sequence[int]
     return list(make_prompt_cache(model.model))
 
 
-def _scores(
+def score_caches(
     model: LoadedModel, caches: dict[str, list[Any]], ids: Sequence[int], n: int, progress: Callable[[int, int], None] | None
 ) -> dict[str, dict[str, np.ndarray]]:
     """Per position: nll, kl, hit of every arm; the arms advance together, so that only a chunk of logits is held."""

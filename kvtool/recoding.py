@@ -28,6 +28,9 @@ from veloxquant_mlx.codecs import Codec, CodecPlan
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
+# mx.fast.rope counts positions in int32.
+MAX_POSITION = 1 << 31
+
 
 def recode(
     source: str | os.PathLike[str],
@@ -146,13 +149,15 @@ class _Recoder:
         self.encoder = Encoder(plan or CodecPlan(k=Raw(), v=Raw(), sink=0, recent=0, frame=None))
         self.untouched: set[str] = set()
         self.touched: set[str] = set()
-        self.copied: set[str] = set()
 
     def cache(self, name: str, info: CacheInfo, probe: CacheProbe | None) -> CacheInfo:
         if info.positions and info.positions[0][0] + self.shift < 0:
+            start = info.positions[0][0]
             raise IncompatibleError(
-                f"layer {name} begins at position {info.positions[0][0]}, so a shift by {self.shift} ends below 0", path=self.reader.path
+                f"layer {name} begins at position {start}, so a shift by {self.shift} ends below 0", path=self.reader.path
             )
+        if max(info.offset, *(stop for _, stop in info.positions), 0) + self.shift >= MAX_POSITION:
+            raise IncompatibleError(f"layer {name} would end at position {info.offset + self.shift}, 2**31 or more", path=self.reader.path)
         caches = tuple(self.cache(f"{name}.{i}", c, None if probe is None else probe.caches[i]) for i, c in enumerate(info.caches))
         positions = tuple((a + self.shift, b + self.shift) for a, b in info.positions)
         arrays = tuple(
@@ -292,10 +297,7 @@ class _Recoder:
         return self.encoder.segment(f"{name}.{index}", segment.rows, work)
 
     def _copy(self, tensor: str, name: str) -> str:
-        """Plan the copy of a tensor under a name; a tensor that stands for two things would be written twice."""
-        if tensor in self.copied:
-            raise ManifestError(f"tensor {tensor} is used twice", path=self.reader.path)
-        self.copied.add(tensor)
+        """Plan the copy of a tensor under a name."""
         stored = self.reader.tensors[tensor]
         self.encoder.tensors.append(TensorPlan(name, stored.dtype, tuple(stored.shape), lambda: self.reader.array(tensor)))
         return name

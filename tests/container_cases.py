@@ -10,8 +10,17 @@ from formats.container import TensorPlan
 from formats.manifest import CacheInfo, CodecInfo, Manifest, ModelInfo, Role, Segment, StateArray, Tokens
 
 PREFIX = b'{"__metadata__":{"format":"kvtool","header_blake3":"'
-HALF = {"kind": "default", "dims": 4, "pairing": "half", "base": 10000.0, "scale": 1.0, "periods": None, "magnitude": 1.0}
-TABLE = {"kind": "llama3", "dims": 4, "pairing": "interleaved", "base": None, "scale": 1.0, "periods": [6.25, None], "magnitude": 1.5}
+HALF = {"kind": "default", "dims": 4, "pairing": "half", "base": 10000.0, "scale": 1.0, "periods": None, "magnitude": 1.0, "first": 0}
+TABLE = {
+    "kind": "llama3",
+    "dims": 4,
+    "pairing": "interleaved",
+    "base": None,
+    "scale": 1.0,
+    "periods": [6.25, None],
+    "magnitude": 1.5,
+    "first": 0,
+}
 NUMPY = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "BOOL": "?"} | {f"{k}{8 * n}": f"<{k.lower()}{n}" for k in "UI" for n in (1, 2, 4, 8)}
 
 

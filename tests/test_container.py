@@ -641,7 +641,7 @@ def edits() -> list[tuple[str, object, type[errors.KVError], str]]:
         "layers.0.k.segments.0": ["rows", "codec", "frame", "tensors"],
         "layers.2.arrays.0": ["dtype", "shape", "tensor"],
         "codecs.0": ["id", "params"],
-        "ropes.0": ["kind", "dims", "pairing", "base", "scale", "periods", "magnitude"],
+        "ropes.0": ["kind", "dims", "pairing", "base", "scale", "periods", "magnitude", "first"],
         "quality.0": ["step"],
         "tensors.layers!0!k!0!x": ["dtype", "shape", "bytes", "stored", "encoding", "blake3"],
     }.items():
