@@ -216,6 +216,14 @@ def test_pairing_conversion_is_an_exact_permutation_and_an_involution() -> None:
     assert np.array_equal(np.array(back.view(mx.uint16)), np.array(keys.view(mx.uint16)))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_magnitude_alone_scales_the_rotated_entries(method: str) -> None:
+    keys, spec = random_keys(2, 3, 12), {"kind": "yarn", "dims": 8, "base": 1e4}
+    got = rotate(keys, [5, 6, 7], RopeSpec(**spec), RopeSpec(**spec, magnitude=1.5), method=method)
+    assert relative(got[..., :8], 1.5 * float64(keys)[..., :8]) < 3e-7
+    assert mx.array_equal(got[..., 8:], keys[..., 8:])
+
+
 thetas = st.floats(1e3, 1e7)
 positions_ = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)
 
