@@ -29,6 +29,8 @@ CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
 # Faster than any RoPE turns (1 rad a token, a few with odd scalings): beyond it angles have lost their meaning in float64.
 MAX_FREQUENCY = 1e4
 MAX_ROPE_DIMS = 1 << 16
+# Bases are float32 on the device.
+MAX_BASE = 1e30
 # YaRN and longrope scale keys by 1 to 2.
 MAX_MAGNITUDE = 1e6
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
@@ -171,6 +173,8 @@ def rope_of(reader: Reader, index: int | None) -> RopeSpec | None:
         fastest = max(map(abs, rope.frequencies))
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ManifestError(f"ropes[{index}] is not valid: {error}", path=reader.path) from error
+    if rope.base is not None and rope.base > MAX_BASE:
+        raise ManifestError(f"ropes[{index}] has base {rope.base:g}, more than {MAX_BASE:g}", path=reader.path)
     if not 1 / MAX_MAGNITUDE <= rope.magnitude <= MAX_MAGNITUDE:
         raise ManifestError(f"ropes[{index}] scales keys by {rope.magnitude:g}", path=reader.path)
     if not fastest <= MAX_FREQUENCY:

@@ -4,7 +4,6 @@ Keys stored before RoPE need no touch: their rotation stands in the header, so a
 cached are decoded, rotated once by p_t w_t - p_s w_s, and encoded again; the error that adds is measured and recorded.
 """
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment
 from kvtool.archive import Archive, SaveReport, codec_plan, live_sizes, write_archive
 from kvtool.archive import open as open_archive
 from kvtool.compat import check_layers, short
-from kvtool.decoding import FLOATS, check_role, codec_of, decode_role, decode_segment, part_dtypes, rope_of
+from kvtool.decoding import FLOATS, MAX_BASE, check_role, codec_of, decode_role, decode_segment, part_dtypes, rope_of
 from kvtool.encoding import MLX_AFFINE, Encoder, RoleSource, SegmentWork, positions_of
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe, probe_model
@@ -64,8 +63,8 @@ def recode(
     """
     if to_model is not None and rope_theta is not None:
         raise ValueError("[recode] give to_model or rope_theta, not both.")
-    if rope_theta is not None and not (math.isfinite(rope_theta) and rope_theta > 0):
-        raise ValueError(f"[recode] rope_theta must be positive and finite, but got {rope_theta}.")
+    if rope_theta is not None and not 0 < rope_theta <= MAX_BASE:
+        raise ValueError(f"[recode] rope_theta must be positive and at most {MAX_BASE:g}, but got {rope_theta}.")
     if to_model is None and rope_theta is None and shift == 0 and codec is None:
         raise ValueError("[recode] nothing to do: give to_model, rope_theta, shift or codec.")
     if codec is None and (sink, recent, frame) != (None, None, None):

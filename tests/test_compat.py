@@ -77,7 +77,12 @@ def of_params(index: int, **fields: Any) -> Callable[[dict], None]:
 YARN = {"kind": "yarn", "base": None}
 GEOMETRY: list[tuple[str, str, Callable[[dict], None], str]] = [
     ("layers removed", "llama", lambda m: m["layers"].pop(), "1 layers, but the model has 2"),
-    ("layers added", "llama", lambda m: m["layers"].append(m["layers"][0]), "3 layers, but the model has 2"),
+    (
+        "layers added",
+        "llama",
+        lambda m: m["layers"].append({**m["layers"][0], "k": None, "v": None, "positions": []}),
+        "3 layers, but the model has 2",
+    ),
     ("K heads", "llama", of_role("k", heads=4), "layer 1: k KV heads: file 4, model 2"),
     ("V heads", "llama", of_role("v", heads=1), "layer 1: v KV heads: file 1, model 2"),
     ("K head_dim", "llama", of_role("k", dim=16), "layer 1: k head_dim: file 16, model 8"),

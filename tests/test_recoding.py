@@ -224,7 +224,9 @@ def test_pairing_twins_exchange_caches(codec: str, frame: str | None, tmp_path: 
         with pytest.raises(IncompatibleError, match="pairing"):
             kvtool.load(tmp_path / "a.kv", target, allow_mismatch=True)
         report = kvtool.recode(tmp_path / "a.kv", tmp_path / "b.kv", to_model=target)
-        assert report.quality["reencoded"] == ["0.k", "1.k"] and report.quality["header_only"] == ["0.v", "1.v"]
+        # Before RoPE the rotary entries have one order whatever the pairing, so nothing but the header changes there.
+        again = [] if frame == "pre" else ["0.k", "1.k"]
+        assert report.quality["reencoded"] == again and report.quality["header_only"] == sorted({"0.k", "0.v", "1.k", "1.v"} - set(again))
         assert (report.quality["from"], report.quality["to"]) == (source.info.name, target.info.name)
         got = run(target, kvtool.load(tmp_path / "b.kv", target).cache, more, GO_ON)
         expected = run(target, fill(target, tokens), more, GO_ON)
