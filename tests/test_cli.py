@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from formats.container import open_container
 from kvtool.cli import run
+from kvtool.model import load_model
+from kvtool.tiny import path
 
 PROMPT = "The committee met on the second day of the month and heard the report of its treasurer. " * 8
 
@@ -68,8 +71,6 @@ def test_export_takes_token_ids(tmp_path: Path, files: dict[str, Path], capsys: 
 
 
 def inspect_ids(path: Path) -> list[int]:
-    from formats.container import open_container
-
     with open_container(path) as reader:
         assert reader.manifest.tokens is not None
         return list(reader.manifest.tokens.ids)
@@ -92,8 +93,6 @@ def test_import_with_prompt_equals_one_prompt(files: dict[str, Path], tmp_path: 
     joined = tmp_path / "whole.json"
     joined.write_text(json.dumps(whole))
     assert run(["export", "--model", "tiny-a", "--tokens", str(joined), "-o", str(tmp_path / "whole.kv")]) == 0
-    from kvtool.model import load_model
-
     text = load_model("tiny-a").tokenizer.decode(suffix)
     capsys.readouterr()
     one = out_json(capsys, run(["import", str(tmp_path / "whole.kv"), "--model", "tiny-a", "--max-tokens", "8", "--json"]))
@@ -112,8 +111,6 @@ def test_import_to_mlx_lm(files: dict[str, Path], tmp_path: Path, capsys: pytest
 
 
 def test_mlx_lm_generate_takes_the_file(files: dict[str, Path], tmp_path: Path) -> None:
-    from kvtool.tiny import path
-
     target = tmp_path / "out.safetensors"
     model = str(path("tiny-a"))
     assert run(["import", str(files["raw"]), "--model", model, "--to", "mlx-lm", str(target)]) == 0

@@ -20,7 +20,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from kvtool.foreign import write_mlx_lm
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
 
@@ -28,6 +27,7 @@ import kvtool
 from kvtool.archive import save
 from kvtool.capturing import Snapshot, capture
 from kvtool.evaluation import score_caches
+from kvtool.foreign import write_mlx_lm
 from kvtool.model import LoadedModel, load_model
 from kvtool.recoding import recode
 from kvtool.snapshot import build_caches
