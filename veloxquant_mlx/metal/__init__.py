@@ -1,5 +1,51 @@
-"""The kernel API: one module per family, each public function runs on every back end."""
+"""The kernel API: one module per family, each public function runs on every back end. Functions are imported on first use."""
+
+import importlib
+from typing import Any
 
 from veloxquant_mlx.metal._backend import metal_available
 
-__all__ = ["metal_available"]
+# Public function -> the module of this package that defines it.
+FUNCTIONS = {
+    "vecinfer_quantize_metal": "_vecinfer",
+    "vecinfer_dequant_metal": "_vecinfer",
+    "vecinfer_encode_decode_metal": "_vecinfer",
+    "vecinfer_encode_decode_simple_metal": "_vecinfer",
+    "rabitq_hamming_score": "_rabitq",
+    "rabitq_fused_attend": "_rabitq_attend",
+    "rabitq_pack_values": "_rabitq_values",
+    "rabitq_encode": "_rabitq_encode",
+    "rabitq_prefill_attend": "_rabitq_prefill",
+    "scalar_fused_decode_attend": "_scalar_attend",
+    "kivi_group_quant_dequant": "_kivi_quant",
+    "comm_vq_decode_metal": "_comm_vq",
+    "crosskv_rope_recode": "_crosskv_rope",
+    "turboquant_scalar_quantize": "_scalar_quant",
+    "turboquant_scalar_dequantize": "_scalar_quant",
+    "turboquant_hadamard_quantize": "_scalar_quant",
+    "turboquant_fused_rvq_decode_attend": "_rvq_attend",
+    "rvq_quant_pack": "_rvq_quant_pack",
+    "flash_prefill_attend": "_flash_prefill",
+    "streaming_prefill_attend": "_experimental_streaming_prefill",
+    "h2o_fused_evict": "_h2o_evict",
+    "keyformer_fused_evict": "_keyformer_evict",
+    "qfilters_score": "_qfilters_evict",
+    "qfilters_fused_evict": "_qfilters_evict",
+    "metal_fused_sdpa": "fused_sdpa",
+    "turboquant_bit_pack": "_bit_packing",
+    "turboquant_bit_unpack": "_bit_packing",
+    "qjl_encode": "_qjl",
+    "qjl_inner_product": "_qjl",
+}
+
+__all__ = ["FUNCTIONS", "metal_available", *FUNCTIONS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{FUNCTIONS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

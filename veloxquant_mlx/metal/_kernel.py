@@ -1,0 +1,146 @@
+"""A GPU kernel written twice, in Metal and in CUDA, and dispatched by back end.
+
+Device functions live in `src/<stem>.metal` and `src/<stem>.cu`; the entry body stands beside the grid in the family's module.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from veloxquant_mlx.metal._backend import backend, forced
+
+Language = Literal["metal", "cuda"]
+Template = Sequence[tuple[str, bool | int | mx.Dtype]]
+Size = tuple[int, int, int]
+Shapes = Sequence[tuple[int, ...]]
+# (kernel, arrays, template, grid, threadgroup, output_shapes, output_dtypes) -> outputs
+Launcher = Callable[["Kernel", Sequence[mx.array], Template, Size, Size, Shapes, Sequence[mx.Dtype]], list[mx.array]]
+
+SOURCES = Path(__file__).parent / "src"
+SUFFIX = {"metal": ".metal", "cuda": ".cu"}
+MAX_THREADGROUP = 1024
+
+_launcher: ContextVar[Launcher | None] = ContextVar("kernel_launcher", default=None)
+_compiled: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry point. Every input arrives as `const device T*` (Metal) or `const T*` (CUDA), whatever its size."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sources: tuple[str, ...]
+    metal: str
+    cuda: str
+
+    def header(self, language: Language) -> str:
+        """The device functions that the entry body calls."""
+        return "".join(source(stem, language) for stem in self.sources)
+
+    def body(self, language: Language) -> str:
+        return self.metal if language == "metal" else self.cuda
+
+    def build(self, language: Language, shared_memory: int = 0) -> Any:
+        """MLX's object for this kernel; needs no GPU for Metal. Its name carries the text's hash: same-named kernels never share code."""
+        return _build(self, language, shared_memory)
+
+    def __call__(
+        self,
+        arrays: Sequence[mx.array],
+        *,
+        template: Template = (),
+        grid: Size,
+        threadgroup: Size,
+        output_shapes: Shapes,
+        output_dtypes: Sequence[mx.Dtype],
+        shared_memory: int = 0,
+    ) -> list[mx.array]:
+        """Run over `grid` THREADS (not groups) in groups of `threadgroup`.
+
+        Args:
+            arrays: one per input, row-contiguous or not.
+            template: compile-time constants that come from the model, never from a sequence length or a batch size.
+            output_shapes, output_dtypes: one per output; every element must be written by the kernel.
+            shared_memory: CUDA's dynamic shared memory in bytes; Metal declares its threadgroup memory in the body.
+        """
+        if len(arrays) != len(self.inputs):
+            raise ValueError(f"[{self.name}] arrays must be {len(self.inputs)}, but got {len(arrays)}.")
+        if not 0 < threadgroup[0] * threadgroup[1] * threadgroup[2] <= MAX_THREADGROUP:
+            raise ValueError(f"[{self.name}] threadgroup must have 1 to {MAX_THREADGROUP} threads, but got {threadgroup}.")
+        if min(grid) < 1:
+            raise ValueError(f"[{self.name}] grid must have at least one thread, but got {grid}.")
+        arrays = [at_least_8(a) for a in arrays]
+        _compiled.add((self.name, tuple((key, str(value)) for key, value in template)))
+        launcher = _launcher.get()
+        if launcher is not None:
+            return launcher(self, arrays, template, grid, threadgroup, output_shapes, output_dtypes)
+        language = backend()
+        if language == "cpu":
+            raise ValueError(f"[{self.name}] backend must be metal or cuda, but got cpu.")
+        return self.build(language, shared_memory if language == "cuda" else 0)(
+            inputs=arrays,
+            template=list(template),
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=[tuple(shape) for shape in output_shapes],
+            output_dtypes=list(output_dtypes),
+        )
+
+
+@cache
+def source(stem: str, language: Language) -> str:
+    """Text of `src/<stem>` in a language."""
+    return (SOURCES / (stem + SUFFIX[language])).read_text(encoding="utf-8")
+
+
+@cache
+def _build(kernel: Kernel, language: Language, shared_memory: int) -> Any:
+    header, body = kernel.header(language), kernel.body(language)
+    digest = hashlib.sha256(f"{header}\0{body}".encode()).hexdigest()[:8]
+    common = {
+        "name": f"{kernel.name}_{digest}",
+        "input_names": list(kernel.inputs),
+        "output_names": list(kernel.outputs),
+        "source": body,
+        "header": header,
+    }
+    if language == "metal":
+        return mx.fast.metal_kernel(**common)
+    return mx.fast.cuda_kernel(**common, shared_memory=shared_memory)
+
+
+def at_least_8(array: mx.array) -> mx.array:
+    """`array`, or if it has fewer than 8 elements, those and zeros as (8,): MLX passes smaller ones in the constant address space."""
+    if array.size >= 8:
+        return array
+    return mx.pad(array.reshape(-1), (0, 8 - array.size))
+
+
+def dims(*sizes: int) -> mx.array:
+    """Sizes known only at run time, as the int32 input of a kernel; at least 8 entries, zeros behind."""
+    return mx.array([*sizes, *[0] * (8 - len(sizes))], dtype=mx.int32)
+
+
+def compiled() -> frozenset[tuple[str, tuple[tuple[str, str], ...]]]:
+    """(name, template) of every kernel called so far in this process: what has been compiled."""
+    return frozenset(_compiled)
+
+
+@contextmanager
+def using(launcher: Launcher) -> Iterator[None]:
+    """Within the block, `backend()` is "metal" and every kernel call goes to `launcher`."""
+    token = _launcher.set(launcher)
+    try:
+        with forced("metal"):
+            yield
+    finally:
+        _launcher.reset(token)
