@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed-$(or $(EXTRA),metal)
 # MLX's CPU wheel carries reference BLAS; OpenBLAS in front of it makes float32 products 15 times faster.
 PRELOAD   = $(if $(filter cpu,$(EXTRA)),$(foreach f,$(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0)),LD_PRELOAD=$(f)))
 
-.PHONY: setup system demo test test-all lint format figures clean
+.PHONY: setup system demo test test-all lint format reach clean
 
 setup: system $(STAMP)
 
@@ -41,6 +41,10 @@ test: setup lint
 
 test-all: setup lint
 	$(PRELOAD) $(BIN)/python -m pytest
+
+# The figures of the README, from a real model; a miss fails.
+reach: setup
+	$(PRELOAD) $(BIN)/python -m tests.smollm2.reach
 
 clean:
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache
