@@ -89,7 +89,7 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 def test_nothing_speaks_of_one_machine() -> None:
     """No absolute path of somebody's machine, and no tool outside this project, is named in what is committed."""
-    pattern = re.compile(r"/(?:work|farm|root|home)/[\w.]|\.library\b")
+    pattern = re.compile(r"/(?:work|farm|root|home)/[\w.]|(?<!\w)\.library\b")
     found = []
     for path in sorted(ROOT.rglob("*")):
         inside = path.relative_to(ROOT)
