@@ -9,7 +9,7 @@ import numpy as np
 from formats.container import Reader
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
-from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, positions_of, takes_dim, unrotated
+from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, decode_blocks, positions_of, takes_dim, unrotated
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import CODECS, Codec
 from veloxquant_mlx.codecs.raw import Raw
@@ -119,6 +119,8 @@ def decode_role(reader: Reader, role: Role | None, positions: Any) -> mx.array |
     pieces = [decode_segment(reader, role, segment, positions) for segment in role.segments]
     whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
     mx.eval(whole)
+    del pieces
+    mx.clear_cache()
     return whole
 
 
@@ -145,19 +147,25 @@ def decode_segment(reader: Reader, role: Role, segment: Segment, positions: Any)
         # Exact rows of a float32 cache may take 16 bits; nothing else is narrower or wider than the cache.
         if stored != role.dtype and (stored, role.dtype) != ("F16", "F32"):
             raise ManifestError(f"rows of a {role.dtype} cache are stored as {stored}", path=reader.path)
-    parts = read_parts(reader, segment, codec, shape)
-    if segment.frame == "post":
-        rows = codec.decode(parts, shape, dtype)
-    else:
+    rope = None
+    if segment.frame == "pre":
         rope = rope_of(reader, role.rope)
         if rope is None or rope.first + rope.dims > role.dim:
             what = "no RoPE" if rope is None else f"RoPE on entries {rope.first} to {rope.first + rope.dims}"
             raise ManifestError(f"rows are stored before RoPE, but the file has {what} for head_dim {role.dim}", path=reader.path)
-        rows = codec.decode(parts, shape, mx.float32)
-        rows = rotate(rows, positions_of(positions, start, stop), unrotated(rope), rope)
+    parts = read_parts(reader, segment, codec, shape)
+    if isinstance(codec, Raw) and rope is None:
+        rows = codec.decode(parts, shape, dtype)
+        mx.eval(rows)
+        return rows
+    at = positions_of(positions, start, stop)
+    rows = mx.zeros(shape, dtype)
+    for first, last, block in decode_blocks(codec, parts, shape):
+        if rope is not None:
+            block = rotate(block, at[first:last], unrotated(rope), rope)
         # A value close to float16's end must not become Inf by the codec's error.
-        rows = (mx.clip(rows, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else rows).astype(dtype)
-    mx.eval(rows)
+        rows[:, first:last] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
+        mx.eval(rows)
     return rows
 
 

@@ -37,7 +37,7 @@ ARRAY_NAMES = {
     mx.bool_: "BOOL",
 }
 FLOAT16_MAX = 65504.0
-BLOCK_VALUES = 1 << 20
+BLOCK_VALUES = 1 << 18
 # Largest head_dim that goes through a lossy codec: its rotation takes (odd part of head_dim)^2 values.
 MAX_CODED_DIM = 4096
 
@@ -71,13 +71,9 @@ class Tally:
     energy: float = 0.0
 
     def add(self, exact: mx.array, decoded: mx.array) -> None:
-        """Count two (H, S, D) float32 arrays, a block of tokens at a time."""
-        heads, rows, dim = exact.shape
-        step = max(1, BLOCK_VALUES // (heads * dim))
-        for start in range(0, rows, step):
-            block = exact[:, start : start + step]
-            self.error += energy(block - decoded[:, start : start + step])
-            self.energy += energy(block)
+        """Count a block of float32 rows."""
+        self.error += energy(exact - decoded)
+        self.energy += energy(exact)
 
     def relative(self) -> float:
         return self.error / self.energy if self.energy else 0.0
@@ -265,6 +261,8 @@ class SegmentWork:
     def give(self, part: str) -> np.ndarray:
         if self.parts is None:
             self.parts = self._encode()
+            # MLX keeps freed buffers; a few blocks' temporaries would outweigh the file.
+            mx.clear_cache()
         return to_numpy(self.parts.pop(part))
 
     def _encode(self) -> dict[str, mx.array]:
@@ -277,15 +275,44 @@ class SegmentWork:
                     "or not finite, and would be kept exact in float16; use --codec raw, or --sink 0 --recent 0."
                 )
             return self.codec.encode(rows.astype(self.dtype))
-        rows = rows.astype(mx.float32)
         if self.frame == "pre":
-            rows = rotate(rows, self.positions(), self.rope, unrotated(self.rope))
+            rows = self._stripped(rows)
         parts = self.codec.encode(rows)
         mx.eval(parts)
         if self.tally is not None:
-            decoded = self.codec.decode(parts, self.shape, mx.float32)
-            self.tally.add(rows, decoded)
+            for start, stop, decoded in decode_blocks(self.codec, parts, self.shape):
+                self.tally.add(rows[:, start:stop].astype(mx.float32), decoded)
         return parts
+
+    def _stripped(self, rows: mx.array) -> mx.array:
+        """The rows before RoPE, float32."""
+        positions = self.positions()
+        whole = mx.zeros(self.shape, mx.float32)
+        for start, stop in token_blocks(self.shape):
+            block = rows[:, start:stop].astype(mx.float32)
+            whole[:, start:stop] = rotate(block, positions[start:stop], self.rope, unrotated(self.rope))
+            mx.eval(whole)
+        return whole
+
+
+def token_blocks(shape: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
+    """Ranges of the token axis with about BLOCK_VALUES values each, so that float32 temporaries stay small beside the cache."""
+    heads, rows, dim = shape
+    step = max(1, BLOCK_VALUES // max(1, heads * dim))
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def decode_blocks(codec: Codec, parts: dict[str, mx.array], shape: tuple[int, int, int]) -> Iterator[tuple[int, int, mx.array]]:
+    """(start, stop, float32 rows) of an encoded array, a block of tokens at a time.
+
+    A part whose layout depends on the number of tokens has them on axis 1; the others (a mean) go with every block.
+    """
+    heads, rows, dim = shape
+    one_more = codec.layout((heads, rows + 1, dim), mx.float32)
+    by_token = {part for part, entry in codec.layout(shape, mx.float32).items() if entry != one_more[part]}
+    for start, stop in token_blocks(shape):
+        block = {part: value[:, start:stop] if part in by_token else value for part, value in parts.items()}
+        yield start, stop, codec.decode(block, (heads, stop - start, dim), mx.float32)
 
 
 def unrotated(rope: RopeSpec | None) -> RopeSpec | None:

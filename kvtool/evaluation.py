@@ -124,8 +124,13 @@ def evaluate(
 def continuation(model: LoadedModel, text: str | Sequence[int], prefix: Sequence[int]) -> list[int]:
     """Token ids to score: those of the text, without the cached prefix where the text begins with it."""
     ids = encode_prompt(model, text) if isinstance(text, str) else [int(t) for t in text]
+    if ids[: len(prefix)] == list(prefix):
+        ids = ids[len(prefix) :]
+    elif isinstance(text, str):
+        # Text that goes on from the prefix has no beginning-of-text token in its middle.
+        ids = list(model.tokenizer.encode(text, add_special_tokens=False))
     check_ids(model, ids)
-    return ids[len(prefix) :] if ids[: len(prefix)] == list(prefix) else ids
+    return ids
 
 
 def _cache(arm: str, archive: Archive, model: LoadedModel, prefix: Sequence[int], allow_mismatch: bool) -> list[Any]:
