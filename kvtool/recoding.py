@@ -88,6 +88,8 @@ def recode(
             details["rope_theta"] = rope_theta
         if shift:
             details["shift"] = shift
+        if plan is None:
+            details["codec"] = "as stored"
         report = write_archive(
             target,
             model,
@@ -102,8 +104,7 @@ def recode(
             progress=progress,
         )
         cache_bytes, values = live_sizes(manifest.layers)
-        spec = report.codec if plan is not None else "as stored"
-        return replace(report, codec=spec, cache_bytes=cache_bytes, fp16_bytes=2 * values)
+        return replace(report, codec="as stored" if plan is None else report.codec, cache_bytes=cache_bytes, fp16_bytes=2 * values)
 
 
 def _fit(archive: Archive, model: LoadedModel) -> tuple[CacheProbe, ...]:
