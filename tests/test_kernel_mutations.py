@@ -1,0 +1,42 @@
+"""Faults planted in the Metal text of the kernels: each must fail at least one of the cases named for it."""
+
+import pytest
+
+from tests.kernel_cases import CASES, MUTATIONS
+from tests.kernel_cases._case import Mutation
+from tests.kernel_cases._run import check
+from tests.metal_emulation.emulator import EmulatedMetal, MetalFault, unavailable
+from veloxquant_mlx.metal._kernel import using
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+table = {case.id: case for case in CASES}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.id)
+def test_mutation_is_found(mutation: Mutation) -> None:
+    reached = False
+
+    def plant(text: str) -> str:
+        nonlocal reached
+        reached |= mutation.old in text
+        return text.replace(mutation.old, mutation.new)
+
+    found = []
+    for name in mutation.cases:
+        try:
+            with using(EmulatedMetal(mutate=plant)):
+                problem = check(table[f"{mutation.function}-{name}"])
+        except MetalFault as fault:
+            problem = str(fault)
+        if problem is not None:
+            found.append(problem)
+    assert reached, f"{mutation.old!r} is not in the text of any kernel that ran"
+    assert found, "every case passed"
+    if mutation.fault is not None:
+        assert any(mutation.fault in problem for problem in found), found
+
+
+def test_mutations_are_unique() -> None:
+    names = [mutation.id for mutation in MUTATIONS]
+    assert len(names) == len(set(names))

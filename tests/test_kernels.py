@@ -1,0 +1,154 @@
+"""Every kernel case on every back end: the MLX definition, Metal, CUDA; and every refusal.
+
+Without an Apple GPU the Metal column runs in the emulation of tests/metal_emulation, from the text that MLX generates for the call.
+"""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.kernel_cases import CASES, ERRORS, LENGTHS
+from tests.kernel_cases._case import Case, ErrorCase, LengthCase
+from tests.kernel_cases._run import call, check, check_error
+from tests.metal_emulation.emulator import EmulatedMetal, unavailable
+from veloxquant_mlx import metal
+from veloxquant_mlx.metal._backend import cuda_available, forced, metal_available
+from veloxquant_mlx.metal._kernel import compiled, using
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / ".cache" / "kernel-table.txt"
+COUNTS = Path(__file__).parent / "kernel_counts.json"
+COLUMNS = ("definition", "metal", "cuda", "errors")
+
+ran: Counter[tuple[str, str]] = Counter()
+emulated = [case for case in CASES if case.emulate or metal_available()]
+
+
+@pytest.fixture(scope="module")
+def emulation(request: pytest.FixtureRequest) -> EmulatedMetal:
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+    launcher = EmulatedMetal()
+    selected = {item.name for item in request.session.items}
+
+    def calls() -> None:
+        for case in emulated:
+            # A call that fails is only not compiled ahead; its own test reports it.
+            if f"test_metal[{case.id}]" in selected:
+                with contextlib.suppress(Exception):
+                    call(case, case.arguments())
+
+    launcher.precompile(calls)
+    return launcher
+
+
+@pytest.fixture(scope="module", autouse=True)
+def result_table(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Write what ran, per function and column."""
+    yield
+    lines = [f"{'function':38}" + "".join(f"{c:>12}" for c in COLUMNS)]
+    for function in metal.FUNCTIONS:
+        lines.append(f"{function:38}" + "".join(f"{ran[function, c]:12}" for c in COLUMNS))
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n" + "\n".join(lines))
+
+
+def test_there_are_29_functions() -> None:
+    assert len(metal.FUNCTIONS) == 29
+
+
+@pytest.mark.parametrize("function", metal.FUNCTIONS)
+def test_function_is_exported(function: str) -> None:
+    assert getattr(metal, function).__module__ == f"veloxquant_mlx.metal.{metal.FUNCTIONS[function]}"
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_kernel"):
+        metal.no_such_kernel  # noqa: B018
+
+
+def test_rows_are_unique() -> None:
+    repeated = [key for key, n in Counter(row.id for row in (*CASES, *ERRORS, *LENGTHS)).items() if n > 1]
+    assert not repeated
+    assert not {row.function for row in (*CASES, *ERRORS, *LENGTHS)} - set(metal.FUNCTIONS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_definition(case: Case) -> None:
+    with forced("cpu"):
+        assert check(case) is None
+    ran[case.function, "definition"] += 1
+
+
+@pytest.mark.parametrize("case", emulated, ids=lambda c: c.id)
+def test_metal(case: Case, request: pytest.FixtureRequest) -> None:
+    if metal_available():
+        assert check(case) is None
+    else:
+        with using(request.getfixturevalue("emulation")):
+            assert check(case) is None
+    ran[case.function, "metal"] += 1
+
+
+@pytest.mark.skipif(not cuda_available(), reason="MLX sees no CUDA GPU")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_cuda(case: Case) -> None:
+    assert check(case) is None
+    ran[case.function, "cuda"] += 1
+
+
+@pytest.mark.parametrize("case", ERRORS, ids=lambda c: c.id)
+def test_errors(case: ErrorCase) -> None:
+    assert check_error(case) is None
+    ran[case.function, "errors"] += 1
+
+
+@pytest.mark.parametrize("case", LENGTHS, ids=lambda c: c.id)
+def test_a_longer_sequence_compiles_nothing_new(case: LengthCase, request: pytest.FixtureRequest) -> None:
+    """Kernels specialise on the model, not on the sequence."""
+    launcher = None if metal_available() or cuda_available() else request.getfixturevalue("emulation")
+
+    def run(length: int) -> None:
+        call(Case(case.function, case.name, lambda _: {}, lambda: (), ()), case.arguments(length))
+
+    def run_all() -> None:
+        run(case.lengths[0])
+        first = compiled()
+        assert any(name for name, _ in first)
+        for length in case.lengths[1:]:
+            run(length)
+        assert compiled() == first
+
+    if launcher is None:
+        run_all()
+    else:
+        with using(launcher):
+            run_all()
+
+
+@pytest.mark.parametrize("function", json.loads(COUNTS.read_text(encoding="utf-8")))
+def test_no_fewer_cases_than_committed(function: str, request: pytest.FixtureRequest) -> None:
+    """tests/kernel_counts.json holds how many rows each column had; a column that ran whole must have run as many."""
+    committed = json.loads(COUNTS.read_text(encoding="utf-8"))[function]
+    rows = {"definition": CASES, "metal": emulated, "cuda": CASES, "errors": ERRORS}
+    selected = Counter(item.name for item in request.session.items)
+    absent = {"metal": not metal_available() and unavailable() is not None, "cuda": not cuda_available()}
+    for column in COLUMNS:
+        own = [row for row in rows[column] if row.function == function]
+        assert len(own) >= committed[column], f"{column}: {len(own)} rows, {committed[column]} committed"
+        if all(selected[f"test_{column}[{row.id}]"] for row in own) and not absent.get(column):
+            assert ran[function, column] >= committed[column], f"{column}: {ran[function, column]} ran"
+
+
+def test_device_is_named() -> None:
+    """The back end follows the default device."""
+    device = mx.default_device()
+    assert (device.type == mx.DeviceType.gpu) == (metal_available() or cuda_available())
