@@ -113,7 +113,7 @@ MUTATIONS = (
     Mutation(FUNCTION, "most-significant-first", "code1 << (k * BITS)", "code1 << ((PER - 1 - k) * BITS)", ("b2-d64",)),
     Mutation(FUNCTION, "at-or-below", "x > float(boundaries[i])", "x >= float(boundaries[i])", ("boundaries-b2",)),
     Mutation(
-        FUNCTION, "residual-unrounded", "float(R(y - centroids1[code1]))", "(y - centroids1[code1])", ("boundaries-b1", "boundaries-b2")
+        FUNCTION, "residual-unrounded", "float(R(y - centroids1[code1]))", "(y - centroids1[code1])", ("boundaries-b3", "boundaries-b4")
     ),
     Mutation(FUNCTION, "spare-bits", "k < PER && first + k < dim", "k < PER", ("b3-d64", "d1-b3")),
     Mutation(FUNCTION, "stage-1-twice", "cell_of(residual, boundaries2", "cell_of(residual, boundaries1", ("b2-d64",)),

@@ -140,10 +140,12 @@ def _unpack_indices(packed: mx.array, bits: int, dim: int) -> mx.array:
     """Inverse of `_pack_indices`: (..., ceil(dim / (32 // bits))) uint32 -> (..., dim) uint8.
 
     Raises:
-        ValueError: bits out of range, or another number of words.
+        ValueError: bits or dim out of range, or another number of words.
     """
     _check("_unpack_indices", packed, bits)
-    if dim < 0 or packed.shape[-1] != words_per_row(dim, bits):
+    if dim < 0:
+        raise ValueError(f"[_unpack_indices] dim must be at least 0, but got {dim}.")
+    if packed.shape[-1] != words_per_row(dim, bits):
         raise ValueError(f"[_unpack_indices] packed must have {words_per_row(dim, bits)} words a row, but got {tuple(packed.shape)}.")
     shifts = mx.arange(32 // bits, dtype=mx.uint32) * bits
     codes = packed[..., None] >> shifts & (2**bits - 1)
