@@ -3,9 +3,9 @@
 import pytest
 
 from tests.kernel_cases import CASES, MUTATIONS
-from tests.kernel_cases._case import Mutation
-from tests.kernel_cases._run import check
-from tests.metal_emulation.emulator import EmulatedMetal, MetalFault, unavailable
+from tests.kernel_cases._case import Case, Mutation
+from tests.kernel_cases._run import check, dispatches
+from tests.metal_emulation.emulator import EmulatedMetal, MetalFault, compile_all, generated, unavailable
 from veloxquant_mlx.metal._kernel import using
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
@@ -13,6 +13,23 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 table = {case.id: case for case in CASES}
 
 
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> None:
+    """Compile on every core what the selected mutations will run."""
+    selected = {item.name for item in request.session.items}
+    texts = []
+    for mutation in MUTATIONS:
+        if f"test_mutation_is_found[{mutation.id}]" in selected:
+            for d in dispatches(cases_of(mutation)):
+                texts.append(generated(d.kernel, d.inputs, d.template, d.outputs).replace(mutation.old, mutation.new))
+    compile_all(texts)
+
+
+def cases_of(mutation: Mutation) -> list[Case]:
+    return [table[f"{mutation.function}-{name}"] for name in mutation.cases]
+
+
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.id)
 def test_mutation_is_found(mutation: Mutation) -> None:
     reached = False
@@ -23,10 +40,10 @@ def test_mutation_is_found(mutation: Mutation) -> None:
         return text.replace(mutation.old, mutation.new)
 
     found = []
-    for name in mutation.cases:
+    for case in cases_of(mutation):
         try:
             with using(EmulatedMetal(mutate=plant)):
-                problem = check(table[f"{mutation.function}-{name}"])
+                problem = check(case)
         except MetalFault as fault:
             problem = str(fault)
         if problem is not None:
@@ -35,6 +52,8 @@ def test_mutation_is_found(mutation: Mutation) -> None:
     assert found, "every case passed"
     if mutation.fault is not None:
         assert any(mutation.fault in problem for problem in found), found
+    else:
+        assert not any("does not compile" in problem for problem in found), found
 
 
 def test_mutations_are_unique() -> None:

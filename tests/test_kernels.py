@@ -3,7 +3,6 @@
 Without an Apple GPU the Metal column runs in the emulation of tests/metal_emulation, from the text that MLX generates for the call.
 """
 
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ import pytest
 
 from tests.kernel_cases import CASES, ERRORS, LENGTHS
 from tests.kernel_cases._case import Case, ErrorCase, LengthCase
-from tests.kernel_cases._run import call, check, check_error
-from tests.metal_emulation.emulator import EmulatedMetal, unavailable
+from tests.kernel_cases._run import call, check, check_error, dispatches
+from tests.metal_emulation.emulator import EmulatedMetal, compile_all, generated, unavailable
 from veloxquant_mlx import metal
 from veloxquant_mlx.metal._backend import cuda_available, forced, metal_available
 from veloxquant_mlx.metal._kernel import compiled, using
@@ -34,18 +33,10 @@ def emulation(request: pytest.FixtureRequest) -> EmulatedMetal:
     reason = unavailable()
     if reason:
         pytest.skip(reason)
-    launcher = EmulatedMetal()
     selected = {item.name for item in request.session.items}
-
-    def calls() -> None:
-        for case in emulated:
-            # A call that fails is only not compiled ahead; its own test reports it.
-            if f"test_metal[{case.id}]" in selected:
-                with contextlib.suppress(Exception):
-                    call(case, case.arguments())
-
-    launcher.precompile(calls)
-    return launcher
+    cases = [case for case in emulated if f"test_metal[{case.id}]" in selected]
+    compile_all([generated(d.kernel, d.inputs, d.template, d.outputs) for d in dispatches(cases)])
+    return EmulatedMetal()
 
 
 @pytest.fixture(scope="module", autouse=True)

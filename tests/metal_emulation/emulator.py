@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 from tests.metal_emulation.translate import SourceError, Translation, translate
-from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template, using
+from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template
 
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "metal_emulation"
@@ -123,42 +123,25 @@ class EmulatedMetal:
         output_shapes: Shapes,
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
-        text = generated(kernel, arrays, template, output_dtypes)
+        text = generated(kernel, tuple(a.dtype for a in arrays), tuple(template), tuple(output_dtypes))
         program = load(self.mutate(text) if self.mutate else text)
         return run(program, kernel, arrays, grid, threadgroup, output_shapes, output_dtypes, self.seed)
 
-    def precompile(self, calls: Callable[[], Any]) -> None:
-        """Make `calls` once with all kernels returning zeros, and compile on every core what they would have run."""
-        texts: dict[str, None] = {}
 
-        def collect(
-            kernel: Kernel,
-            arrays: Sequence[mx.array],
-            template: Template,
-            grid: Size,
-            threadgroup: Size,
-            output_shapes: Shapes,
-            output_dtypes: Sequence[mx.Dtype],
-        ) -> list[mx.array]:
-            texts[generated(kernel, arrays, template, output_dtypes)] = None
-            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+@cache
+def generated(
+    kernel: Kernel, inputs: tuple[mx.Dtype, ...], template: tuple[tuple[str, bool | int | mx.Dtype], ...], outputs: tuple[mx.Dtype, ...]
+) -> str:
+    """The Metal source that MLX writes for a call: printed while the call is traced, which needs no GPU."""
 
-        with using(collect):
-            calls()
-        compile_all([self.mutate(text) if self.mutate else text for text in texts])
-
-
-def generated(kernel: Kernel, arrays: Sequence[mx.array], template: Template, output_dtypes: Sequence[mx.Dtype]) -> str:
-    """The Metal source that MLX writes for this call: printed while the call is traced, which needs no GPU."""
-
-    def traced(*inputs: mx.array) -> list[mx.array]:
+    def traced(*arrays: mx.array) -> list[mx.array]:
         return kernel.build("metal")(
-            inputs=list(inputs),
+            inputs=list(arrays),
             template=list(template),
             grid=(1, 1, 1),
             threadgroup=(1, 1, 1),
-            output_shapes=[(8,)] * len(output_dtypes),
-            output_dtypes=list(output_dtypes),
+            output_shapes=[(8,)] * len(outputs),
+            output_dtypes=list(outputs),
             verbose=True,
         )
 
@@ -167,7 +150,7 @@ def generated(kernel: Kernel, arrays: Sequence[mx.array], template: Template, ou
     with tempfile.TemporaryFile() as captured:
         os.dup2(captured.fileno(), 1)
         try:
-            mx.export_function(lambda _: None, traced, *arrays)
+            mx.export_function(lambda _: None, traced, *(mx.zeros((8,), dtype) for dtype in inputs))
         finally:
             os.dup2(saved, 1)
             os.close(saved)
@@ -187,14 +170,15 @@ def flags() -> tuple[str, ...]:
 
 
 @cache
-def _version() -> bytes:
+def _tools() -> bytes:
+    """What an image depends on besides its text."""
     identity = subprocess.run([str(compiler()), "--version"], capture_output=True, check=True).stdout
-    files = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.*")) if path.suffix in (".h", ".cpp", ".py"))
-    return identity + files + repr(flags()).encode()
+    headers = (HERE / "runtime.h").read_bytes() + (HERE / "thread.h").read_bytes()
+    return identity + headers + repr((WARNINGS, LANGUAGE, ARITHMETIC, CHECKS, flags())).encode()
 
 
-def _image(text: str) -> Path:
-    return CACHE / f"{hashlib.sha256(_version() + text.encode()).hexdigest()[:24]}.so"
+def _image(*texts: str) -> Path:
+    return CACHE / f"{hashlib.sha256(_tools() + chr(0).join(texts).encode()).hexdigest()[:24]}.so"
 
 
 def _clang(arguments: Sequence[str], source: str, libraries: Sequence[str] = ()) -> None:
@@ -209,7 +193,7 @@ def compile_kernel(text: str) -> tuple[Path, Translation]:
         translation = translate(text)
     except SourceError as error:
         raise MetalFault(str(error)) from error
-    path = _image(text)
+    path = _image(translation.checked, translation.executable)
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         include = ("-isystem", str(HERE))
@@ -240,12 +224,13 @@ def compile_all(texts: Sequence[str]) -> None:
 @cache
 def runtime() -> ctypes.CDLL:
     """The scheduler and the checks; loaded globally, since kernels call into it."""
-    path = _image("runtime")
+    source = (HERE / "runtime.cpp").read_text(encoding="utf-8")
+    path = _image(source)
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.tmp")
         options = ["-x", "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-Wall", "-Werror", "-I", str(HERE), "-o", str(partial)]
-        _clang([*options, *flags()], (HERE / "runtime.cpp").read_text(encoding="utf-8"), ("-lstdc++", "-lm"))
+        _clang([*options, *flags()], source, ("-lstdc++", "-lm"))
         os.replace(partial, path)
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.emu_run.restype = ctypes.c_int

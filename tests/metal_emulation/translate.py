@@ -98,6 +98,8 @@ def _entry(name: str, signature: re.Match[str]) -> str:
         parameter = PARAMETER.match(text.strip())
         if parameter is None:
             raise SourceError(f"parameter {text.strip()!r} of the kernel is not understood")
+        if parameter["name"].endswith(("_shape", "_strides", "_ndim")):
+            raise SourceError(f"the body uses {parameter['name']}; sizes go in as an input of their own")
         buffer = re.fullmatch(r"buffer\((\d+)\)", parameter["attribute"])
         if buffer is None:
             arguments.append(f"t->{parameter['attribute']}")
