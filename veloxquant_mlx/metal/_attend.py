@@ -13,6 +13,7 @@ and so is a channel with a NaN among its visible values; what a row does not see
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Any, TypedDict
 
 import mlx.core as mx
@@ -110,7 +111,7 @@ def check_options(function: str, q: mx.array, kv_heads: int, length: int, extras
     for name in ("causal", "lse"):
         if not isinstance(extras.get(name, False), bool):
             raise TypeError(message(function, name, "a bool", type(extras[name]).__name__))  # type: ignore[literal-required]
-    window = check_int(function, "window", extras.get("window", 0), 0, INT32_MAX)
+    window = check_window(function, "window", extras.get("window", 0))
     start = extras.get("start")
     if start is not None:
         check_array(function, "start", start, None, (mx.int32,))
@@ -122,7 +123,7 @@ def check_options(function: str, q: mx.array, kv_heads: int, length: int, extras
     out_dtype = extras.get("out_dtype")
     if out_dtype is None:
         out_dtype = mx.bfloat16 if q.dtype == mx.bfloat16 else mx.float16
-    elif out_dtype not in FLOATS:
+    elif not isinstance(out_dtype, mx.Dtype) or out_dtype not in FLOATS:
         raise TypeError(message(function, "out_dtype", "float16, bfloat16 or float32", out_dtype))
     splits = extras.get("splits")
     return Options(
@@ -142,6 +143,18 @@ def check_options(function: str, q: mx.array, kv_heads: int, length: int, extras
         out_dtype=out_dtype,
         splits=None if splits is None else check_int(function, "splits", splits, 1, MAX_SPLITS),
     )
+
+
+def check_window(function: str, name: str, window: int) -> int:
+    return check_int(function, name, window, 0, INT32_MAX)
+
+
+def check_scale(function: str, scale: Any) -> float:
+    """`scale` as a finite Python float."""
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(message(function, "scale", "a float", type(scale).__name__))
+    require(math.isfinite(scale), function, "scale", "finite", scale)
+    return float(scale)
 
 
 def check_codes(
@@ -217,7 +230,7 @@ def visible(options: Options) -> mx.array | None:
     return mask.reshape(-1, 1, 1, *mask.shape[-2:])
 
 
-def scores(q: mx.array, keys: mx.array, options: Options) -> mx.array:
+def products(q: mx.array, keys: mx.array, options: Options) -> mx.array:
     """q . k of every query with the keys of its group.
 
     Args:
@@ -228,8 +241,16 @@ def scores(q: mx.array, keys: mx.array, options: Options) -> mx.array:
         (B, H_kv, H_q / H_kv, S_q, S_kv) float32.
     """
     rows = q.astype(mx.float32).reshape(options.batch, options.kv_heads, -1, options.dim)
-    products = mx.matmul(rows, keys.swapaxes(-1, -2))
-    return products.reshape(options.batch, options.kv_heads, options.heads_per_kv, options.queries, options.length)
+    dots = mx.matmul(rows, keys.swapaxes(-1, -2))
+    return dots.reshape(options.batch, options.kv_heads, options.heads_per_kv, options.queries, options.length)
+
+
+def dense_attention(q: mx.array, keys: mx.array, values: mx.array, scale: float, options: Options) -> mx.array | tuple[mx.array, mx.array]:
+    """The function's result from decoded keys and values, (B, H_kv, S_kv, D) float32; S_kv and the output not empty."""
+    s = products(q, keys, options) * scale
+    if options.k_norm is not None:
+        s = s * options.k_norm.astype(mx.float32)[:, :, None, None]
+    return attention(s, values, options)
 
 
 def attention(s: mx.array, values: mx.array, options: Options) -> mx.array | tuple[mx.array, mx.array]:

@@ -1,0 +1,117 @@
+"""Attention over two-stage residual-quantized keys and codebook values, decoded inside the softmax loop.
+
+    k^[j]   = centroids1[i1[j]] + centroids2[i2[j]]                  per element
+    s[i, j] = q[i] . k^[j] / sqrt(D)  (k_norm[j])
+    out[i]  = sum_j softmax_j(s[i, j]) v_codebook[v_idx[j]]          per sub-vector, (v_scale[j])
+
+The codes a TurboQuant-style codec stores lack the norm and the rotation: `k_norm`, `v_scale` and `out_rotation` supply them.
+"""
+
+import math
+from typing import Unpack
+
+import mlx.core as mx
+
+from veloxquant_mlx.metal import _attend
+from veloxquant_mlx.metal._attend import Extras, Options
+from veloxquant_mlx.metal._attend_launch import attend_kernel, launch, layout
+from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, require
+
+MAX_BITS = 8
+
+_KERNEL = attend_kernel(
+    "turboquant_fused_rvq_decode_attend",
+    ("k_indices1", "k_indices2", "centroids1", "centroids2", "v_indices", "v_codebook"),
+    """stage(centroids1, tables, 1 << BITS1, thread_index_in_threadgroup, NSG * 32);
+stage(centroids2, tables + (1 << BITS1), 1 << BITS2, thread_index_in_threadgroup, NSG * 32);
+DenseKeys<TwoStageReader<D, E, LAYOUT, BITS1, BITS2, T>, D, E> keys{
+    {{k_indices1, tables, 1 << BITS1, dims[3]}, {k_indices2, tables + (1 << BITS1), 1 << BITS2, dims[3]}}};
+VectorReader<D, E, SUB, LAYOUT, BITSV, T> values{v_indices, v_codebook, 1 << BITSV, dims[3]};""",
+)
+
+
+def turboquant_fused_rvq_decode_attend(
+    q: mx.array,
+    k_indices1: mx.array,
+    k_indices2: mx.array,
+    centroids1: mx.array,
+    centroids2: mx.array,
+    v_indices: mx.array,
+    v_codebook: mx.array,
+    b1: int,
+    b2: int,
+    bv: int,
+    *,
+    packed: str | None = None,
+    **extras: Unpack[Extras],
+) -> mx.array | tuple[mx.array, mx.array]:
+    """Attention over two-stage keys and codebook values; the scale is 1 / sqrt(D).
+
+    Args:
+        q: (B, H_q, S_q, D) float16, bfloat16 or float32, already rotated. D at most 256; H_q a multiple of H_kv.
+        k_indices1: (B, H_kv, S_kv, D) uint8, first stage; an index beyond its table is clamped, here and below.
+        k_indices2: (B, H_kv, S_kv, D) uint8, second stage.
+        centroids1: (2**b1,) float.
+        centroids2: (2**b2,) float.
+        v_indices: (B, H_kv, S_kv, D / sub) uint8.
+        v_codebook: (2**bv, sub) float, sub a divisor of D.
+        b1, b2, bv: bits of an index, 1 to 8.
+        packed: "lsb8" or "lsb32": all three index arrays packed along their last axis, see `_attend.unpack_codes`.
+        extras: see `_attend.Extras`.
+
+    Returns:
+        (B, H_q, S_q, D) float16 (bfloat16 if q is); with `lse=True` also (B, H_q, S_q) float32.
+
+    Raises:
+        ValueError: a shape or a size does not fit.
+        TypeError: another dtype.
+
+    Error: float32 arithmetic, rounded once.
+    """
+    name = "turboquant_fused_rvq_decode_attend"
+    _attend.check_queries(name, "q", q)
+    batch, _, _, dim = q.shape
+    b1, b2, bv = (check_int(name, key, value, 1, MAX_BITS) for key, value in (("b1", b1), ("b2", b2), ("bv", bv)))
+    check_array(name, "centroids1", centroids1, (2**b1,), FLOATS)
+    check_array(name, "centroids2", centroids2, (2**b2,), FLOATS)
+    check_array(name, "v_codebook", v_codebook, (2**bv, "sub"), FLOATS)
+    sub = v_codebook.shape[1]
+    require(sub > 0 and dim % sub == 0, name, "v_codebook", f"({2**bv}, sub) with sub a divisor of D = {dim}", v_codebook)
+    _attend.check_packed(name, packed)
+    width = _attend.packed_width(dim, packed, b1)
+    check_array(name, "k_indices1", k_indices1, (batch, "H_kv", "S_kv", width), (mx.uint32,) if packed == "lsb32" else (mx.uint8,))
+    kv = k_indices1.shape[:3]
+    _attend.check_codes(name, "k_indices2", k_indices2, kv, dim, packed, b2)
+    _attend.check_codes(name, "v_indices", v_indices, kv, dim // sub, packed, bv)
+    options = _attend.check_options(name, q, kv[1], kv[2], extras)
+    if options.empty:
+        return _attend.nothing(options)
+    if backend() == "cpu":
+        return _ops(q, (k_indices1, k_indices2, v_indices), (centroids1, centroids2, v_codebook), (b1, b2, bv), packed, options)
+    tables = [table.astype(mx.float32) for table in (centroids1, centroids2, v_codebook)]
+    return launch(
+        _KERNEL,
+        q,
+        1 / math.sqrt(dim),
+        (k_indices1, k_indices2, *tables[:2], v_indices, tables[2]),
+        options,
+        template=[("LAYOUT", layout(packed)), ("BITS1", b1), ("BITS2", b2), ("BITSV", bv), ("SUB", sub), ("T", k_indices1.dtype)],
+        tables=2**b1 + 2**b2,
+    )
+
+
+def _ops(
+    q: mx.array,
+    indices: tuple[mx.array, mx.array, mx.array],
+    tables: tuple[mx.array, mx.array, mx.array],
+    bits: tuple[int, int, int],
+    packed: str | None,
+    options: Options,
+) -> mx.array | tuple[mx.array, mx.array]:
+    counts = (options.dim, options.dim, options.dim // tables[2].shape[1])
+    first, second, values = (
+        _attend.look_up(table, _attend.unpack_codes(codes, count, packed, b))
+        for table, codes, count, b in zip(tables, indices, counts, bits, strict=True)
+    )
+    return _attend.dense_attention(q, first + second, values, 1 / math.sqrt(options.dim), options)

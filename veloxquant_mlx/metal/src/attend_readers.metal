@@ -1,0 +1,239 @@
+// Readers for `attend`: how a lane gets elements [d0, d0 + E) of a token's key or value from what is stored; 0 from D on.
+//
+// Codes of a row: LAYOUT 0 one an element, 1 "lsb8" (a little-endian bit stream), 2 "lsb32" (32 / BITS a word from the lowest bit on).
+// Codes beyond a table are clamped to its last entry.
+
+template <int LAYOUT, int BITS>
+METAL_FUNC constexpr int codes_width(int count) {
+  return LAYOUT == 1 ? (count * BITS + 7) / 8 : LAYOUT == 2 ? (count + 32 / BITS - 1) / (32 / BITS) : count;
+}
+
+template <int LAYOUT, int BITS, typename T>
+METAL_FUNC uint code_at(const device T* row, int i) {
+  constexpr uint mask = (1u << BITS) - 1;
+  if constexpr (LAYOUT == 1) {
+    const int place = i * BITS;
+    uint word = uint(row[place / 8]);
+    if (place % 8 + BITS > 8) {
+      word |= uint(row[place / 8 + 1]) << 8;
+    }
+    return word >> (place % 8) & mask;
+  } else if constexpr (LAYOUT == 2) {
+    return uint(row[i / (32 / BITS)]) >> (i % (32 / BITS) * BITS) & mask;
+  } else {
+    return row[i] < T(0) ? 0u : uint(row[i]);
+  }
+}
+
+// Copy a table into threadgroup memory, for the whole threadgroup.
+METAL_FUNC void stage(const device float* source, threadgroup float* table, int count, uint thread_, uint threads) {
+  for (uint i = thread_; i < uint(count); i += threads) {
+    table[i] = source[i];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// x[d] = table[code[d]]
+template <int D, int E, int LAYOUT, int BITS, typename T>
+struct TableReader {
+  const device T* codes;
+  const threadgroup float* table;
+  int entries;
+  int tokens;
+
+  METAL_FUNC void load(thread float* x, int head, int j, int d0) {
+    const device T* row = codes + (size_t(head) * tokens + j) * codes_width<LAYOUT, BITS>(D);
+    ATTEND_UNROLL
+    for (int e = 0; e < E; e++) {
+      x[e] = d0 + e < D ? table[metal::min(code_at<LAYOUT, BITS>(row, d0 + e), uint(entries - 1))] : 0.0f;
+    }
+  }
+};
+
+// x[d] = table1[code1[d]] + table2[code2[d]]
+template <int D, int E, int LAYOUT, int BITS1, int BITS2, typename T>
+struct TwoStageReader {
+  TableReader<D, E, LAYOUT, BITS1, T> first;
+  TableReader<D, E, LAYOUT, BITS2, T> second;
+
+  METAL_FUNC void load(thread float* x, int head, int j, int d0) {
+    float y[E];
+    first.load(x, head, j, d0);
+    second.load(y, head, j, d0);
+    ATTEND_UNROLL
+    for (int e = 0; e < E; e++) {
+      x[e] += y[e];
+    }
+  }
+};
+
+// x[d] = codebook[code[d / SUB]][d % SUB]
+template <int D, int E, int SUB, int LAYOUT, int BITS, typename T>
+struct VectorReader {
+  const device T* codes;
+  const device float* codebook;
+  int entries;
+  int tokens;
+
+  METAL_FUNC void load(thread float* x, int head, int j, int d0) {
+    const device T* row = codes + (size_t(head) * tokens + j) * codes_width<LAYOUT, BITS>(D / SUB);
+    const device float* entry = codebook;
+    ATTEND_UNROLL
+    for (int e = 0; e < E; e++) {
+      const int d = d0 + e;
+      if (d >= D) {
+        x[e] = 0;
+        continue;
+      }
+      if (e == 0 || d % SUB == 0) {
+        entry = codebook + size_t(metal::min(code_at<LAYOUT, BITS>(row, d / SUB), uint(entries - 1))) * SUB;
+      }
+      x[e] = entry[d % SUB];
+    }
+  }
+};
+
+// x[d] = code[d] scale[j / GROUP][d] + zero[j / GROUP][d]; a lane keeps the scales of the group it is in.
+template <int D, int E, int GROUP, int LAYOUT, int BITS, typename T, typename A>
+struct ChannelAffineReader {
+  const device T* codes;
+  const device A* scales;
+  const device A* zeros;
+  int tokens;
+  int group = -1;
+  float scale[E];
+  float zero[E];
+
+  METAL_FUNC void load(thread float* x, int head, int j, int d0) {
+    if (j / GROUP != group) {
+      group = j / GROUP;
+      const size_t base = (size_t(head) * ((tokens - 1) / GROUP + 1) + group) * D + d0;
+      ATTEND_UNROLL
+      for (int e = 0; e < E; e++) {
+        scale[e] = d0 + e < D ? float(scales[base + e]) : 0.0f;
+        zero[e] = d0 + e < D ? float(zeros[base + e]) : 0.0f;
+      }
+    }
+    const device T* row = codes + (size_t(head) * tokens + j) * codes_width<LAYOUT, BITS>(D);
+    ATTEND_UNROLL
+    for (int e = 0; e < E; e++) {
+      x[e] = d0 + e < D ? metal::fma(float(code_at<LAYOUT, BITS>(row, d0 + e)), scale[e], zero[e]) : 0.0f;
+    }
+  }
+};
+
+// x[d] = code[d] scale[j][d / GROUP] + zero[j][d / GROUP]
+template <int D, int E, int GROUP, int LAYOUT, int BITS, typename T, typename A>
+struct TokenAffineReader {
+  const device T* codes;
+  const device A* scales;
+  const device A* zeros;
+  int tokens;
+
+  METAL_FUNC void load(thread float* x, int head, int j, int d0) {
+    const size_t token = size_t(head) * tokens + j;
+    const device T* row = codes + token * codes_width<LAYOUT, BITS>(D);
+    const size_t base = token * ((D - 1) / GROUP + 1);
+    float scale = 0;
+    float zero = 0;
+    ATTEND_UNROLL
+    for (int e = 0; e < E; e++) {
+      const int d = d0 + e;
+      if (d >= D) {
+        x[e] = 0;
+        continue;
+      }
+      if (e == 0 || d % GROUP == 0) {
+        scale = float(scales[base + d / GROUP]);
+        zero = float(zeros[base + d / GROUP]);
+      }
+      x[e] = metal::fma(float(code_at<LAYOUT, BITS>(row, d)), scale, zero);
+    }
+  }
+};
+
+// Keys of floats: the product with a query is a dot product.
+template <typename Reader, int D, int E>
+struct DenseKeys {
+  Reader reader;
+
+  struct Key {
+    float x[E];
+  };
+
+  struct Query {
+    float x[E];
+
+    template <typename Q>
+    METAL_FUNC void load(const device Q* row, int d0) {
+      ATTEND_UNROLL
+      for (int e = 0; e < E; e++) {
+        x[e] = d0 + e < D ? float(row[d0 + e]) : 0.0f;
+      }
+    }
+
+    METAL_FUNC float dot(thread const Key& key) const {
+      float sum = 0;
+      ATTEND_UNROLL
+      for (int e = 0; e < E; e++) {
+        sum = metal::fma(x[e], key.x[e], sum);
+      }
+      return sum;
+    }
+  };
+
+  METAL_FUNC void load(thread Key& key, int head, int j, int d0) {
+    reader.load(key.x, head, j, d0);
+  }
+};
+
+// Keys of signs, 8 a byte, bit t of byte b for element 8 b + t; the product is D - 2 hamming with the signs (>= 0) of the query.
+// D and E are multiples of 8.
+template <int D, int E>
+struct SignKeys {
+  const device uint8_t* bits;
+  int tokens;
+
+  struct Key {
+    uint x[(E + 31) / 32];
+  };
+
+  struct Query {
+    uint x[(E + 31) / 32];
+    int elements;
+
+    template <typename Q>
+    METAL_FUNC void load(const device Q* row, int d0) {
+      elements = metal::clamp(D - d0, 0, E);
+      ATTEND_UNROLL
+      for (int w = 0; w < (E + 31) / 32; w++) {
+        x[w] = 0;
+      }
+      ATTEND_UNROLL
+      for (int e = 0; e < E; e++) {
+        x[e / 32] |= d0 + e < D && float(row[d0 + e]) >= 0 ? 1u << (e % 32) : 0u;
+      }
+    }
+
+    METAL_FUNC float dot(thread const Key& key) const {
+      int different = 0;
+      ATTEND_UNROLL
+      for (int w = 0; w < (E + 31) / 32; w++) {
+        different += int(metal::popcount(x[w] ^ key.x[w]));
+      }
+      return float(elements - 2 * different);
+    }
+  };
+
+  METAL_FUNC void load(thread Key& key, int head, int j, int d0) {
+    const device uint8_t* row = bits + (size_t(head) * tokens + j) * (D / 8);
+    ATTEND_UNROLL
+    for (int w = 0; w < (E + 31) / 32; w++) {
+      key.x[w] = 0;
+    }
+    ATTEND_UNROLL
+    for (int e = 0; e < E; e += 8) {
+      key.x[e / 32] |= d0 + e < D ? uint(row[(d0 + e) / 8]) << (e % 32) : 0u;
+    }
+  }
+};
