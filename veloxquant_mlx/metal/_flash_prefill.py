@@ -1,0 +1,57 @@
+"""Causal attention of many queries over plain keys and values, in tiles (FlashAttention, Dao et al. 2022, arXiv 2205.14135).
+
+    out[i] = sum_j softmax_j(scale q[i] . k[j]) v[j]    over j <= S_kv - S_q + i
+
+Tiles of keys that no query of a tile sees are not read.
+"""
+
+from typing import Unpack
+
+import mlx.core as mx
+
+from veloxquant_mlx.metal import _attend
+from veloxquant_mlx.metal._attend import Extras
+from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._prefill import check_causal, check_plain, key_block, launch, plain_ops, tile_kernel, tiles
+
+_KERNEL = tile_kernel(
+    "flash_prefill_attend",
+    ("k", "v"),
+    """const PrefillPlain<KT, D> keys{k};
+  const PrefillPlain<VT, D> values{v};""",
+    "KT",
+    "VT",
+)
+
+
+def flash_prefill_attend(
+    q: mx.array, k: mx.array, v: mx.array, scale: mx.array, **extras: Unpack[Extras]
+) -> mx.array | tuple[mx.array, mx.array]:
+    """Causal softmax attention; query i stands at position S_kv - S_q + i.
+
+    Args:
+        q: (B, H_q, S_q, D) float16, bfloat16 or float32; D a multiple of 8, at most 128; S_q at most S_kv.
+        k: (B, H_kv, S_kv, D), one of the same dtypes; H_q a multiple of H_kv.
+        v: (B, H_kv, S_kv, D), one of the same dtypes.
+        scale: (1,) float32, usually 1 / sqrt(D).
+        extras: `window`, `start`, `lse`, `k_norm`, `v_scale`, `out_rotation`, `out_dtype` of `_attend.Extras`.
+
+    Returns:
+        (B, H_q, S_q, D) float16 (bfloat16 if q is); with `lse=True` also (B, H_q, S_q) float32. A row that sees nothing is 0.
+
+    Raises:
+        ValueError: a shape or a size does not fit.
+        TypeError: another dtype, or an option that this function does not have.
+
+    Error: products, softmax and sums in float32 (weights are not rounded to 16 bits); one rounding of the output.
+    """
+    name = "flash_prefill_attend"
+    check_plain(name, q, k, v, scale, multiple=8)
+    options = check_causal(name, q, k.shape[1], k.shape[2], extras)
+    if options.empty:
+        return _attend.nothing(options)
+    if backend() == "cpu":
+        return plain_ops(q, k, v, scale, options)
+    wide = mx.float32 in (k.dtype, v.dtype)
+    template = [("KT", k.dtype), ("VT", v.dtype), *key_block(options.dim, 16 if wide else 32)]
+    return launch(_KERNEL, q, scale, (k, v), options, template=template, groups=tiles(options))

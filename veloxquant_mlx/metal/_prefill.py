@@ -1,0 +1,141 @@
+"""What the prefill functions share: checks, the definition over plain keys and values, and the grids.
+
+Options, mask and log-sum-exp: `_attend`. One threadgroup has 32 queries of one head; keys stream by in tiles.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from veloxquant_mlx.metal import _attend
+from veloxquant_mlx.metal._attend import Extras, Options
+from veloxquant_mlx.metal._checks import FLOATS, check_array, require
+from veloxquant_mlx.metal._kernel import Kernel, Template, dims
+
+MAX_DIM = 128
+ROWS = 32  # queries of a tile
+THREADS = 128
+COMMON = ("q", "scale", "dims", "start", "k_norm", "k_bias", "v_scale")
+
+_METAL_PLACE = "threadgroup_position_in_grid.x, threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
+
+
+def tile_kernel(name: str, inputs: tuple[str, ...], readers: str, key_type: str, value_type: str) -> Kernel:
+    """The kernel of a family.
+
+    Args:
+        inputs: arrays that the readers use.
+        readers: text, the same in both languages, that defines the readers `keys` and `values`.
+        key_type, value_type: of a decoded element, in Metal.
+    """
+    metal = f"""
+  {readers}
+  threadgroup {key_type} k_tile[TILE];
+  threadgroup {value_type} v_tile[TILE];
+  threadgroup int odd[4];
+  prefill<D, BK, NORM, BIAS, VSCALE>(
+      q, scale, dims, start, k_norm, k_bias, v_scale, out, lse, keys, values, k_tile, v_tile, odd,
+      {_METAL_PLACE});
+"""
+    cuda = f"""
+  {readers}
+  __shared__ float4 q_tile[32 * D / 4];
+  __shared__ float4 kv_tile[32 * (D + 4) / 4];
+  prefill<D, NORM, BIAS, VSCALE>(
+      q, scale, dims, start, k_norm, k_bias, v_scale, out, lse, keys, values, (float*)q_tile, (float*)kv_tile);
+"""
+    return Kernel(name, (*COMMON, *inputs), ("out", "lse"), ("prefill",), metal, cuda)
+
+
+def check_plain(function: str, q: Any, k: Any, v: Any, scale: Any, multiple: int) -> None:
+    """q (B, H_q, S_q, D), k and v (B, H_kv, S_kv, D), scale (1,); D a multiple of `multiple`."""
+    check_heads(function, q, multiple)
+    batch, dim = q.shape[0], q.shape[3]
+    check_array(function, "k", k, (batch, "H_kv", "S_kv", dim), FLOATS)
+    check_array(function, "v", v, tuple(k.shape), FLOATS)
+    check_array(function, "scale", scale, (1,), (mx.float32,))
+
+
+def check_heads(function: str, q: Any, multiple: int) -> None:
+    _attend.check_queries(function, "q", q, max_dim=MAX_DIM)
+    require(q.shape[3] % multiple == 0, function, "q", f"(B, H_q, S_q, D) with D a multiple of {multiple}", q)
+
+
+def check_causal(function: str, q: mx.array, kv_heads: int, length: int, extras: Extras) -> Options:
+    """The options of a function that is always causal."""
+    if "causal" in extras:
+        raise TypeError(f"[{function}] got an unexpected keyword argument 'causal'.")
+    require(q.shape[2] <= length, function, "q", f"(B, H_q, S_q, D) with S_q at most S_kv = {length}", q)
+    return _attend.check_options(function, q, kv_heads, length, {**extras, "causal": True}, refused=("splits",))
+
+
+def plain_ops(q: mx.array, k: mx.array, v: mx.array, scale: mx.array, options: Options) -> mx.array | tuple[mx.array, mx.array]:
+    """The definition over keys and values as they are."""
+    s = _attend.products(q, k.astype(mx.float32), options) * scale
+    if options.k_norm is not None:
+        s = s * options.k_norm.astype(mx.float32)[:, :, None, None]
+    return _attend.attention(s, v.astype(mx.float32), options)
+
+
+def launch(
+    kernel: Kernel,
+    q: mx.array,
+    scale: mx.array,
+    arrays: Sequence[mx.array],
+    options: Options,
+    *,
+    template: Template,
+    groups: int,
+    k_norm: mx.array | None = None,
+    k_bias: mx.array | None = None,
+    sizes: tuple[int, ...] = (),
+) -> mx.array | tuple[mx.array, mx.array]:
+    """Run a prefill kernel.
+
+    Args:
+        arrays: the family's own inputs.
+        template: the family's own compile-time constants.
+        groups: threadgroups for one head.
+        k_norm: factor of the scores of each key, in place of `options.k_norm`.
+        k_bias: (B, H_kv, S_kv), added to the scores.
+        sizes: the family's own, in `dims` from 7 on.
+    """
+    k_norm = options.k_norm if k_norm is None else k_norm
+    unused = mx.zeros((8,), mx.float32)
+    out, lse = kernel(
+        [
+            q,
+            scale,
+            dims(
+                *(options.heads, options.heads_per_kv, options.queries, options.length),
+                *(int(options.causal), options.window, int(options.start is not None)),
+                *sizes,
+            ),
+            mx.zeros((8,), mx.int32) if options.start is None else options.start,
+            unused if k_norm is None else k_norm,
+            unused if k_bias is None else k_bias,
+            unused if options.v_scale is None else options.v_scale,
+            *arrays,
+        ],
+        template=[
+            ("D", options.dim),
+            *(("NORM", k_norm is not None), ("BIAS", k_bias is not None), ("VSCALE", options.v_scale is not None)),
+            *template,
+        ],
+        grid=(THREADS * groups, options.batch * options.heads, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[options.out_shape, options.out_shape[:3]],
+        output_dtypes=[options.out_dtype if options.rotation is None else mx.float32, mx.float32],
+    )
+    return _attend.finish(out, lse, options)
+
+
+def tiles(options: Options) -> int:
+    """Tiles of queries in one head."""
+    return -(-options.queries // ROWS)
+
+
+def key_block(dim: int, keys: int) -> Template:
+    """Compile-time sizes of a tile of `keys` keys: two of them fit in 32 KiB of threadgroup memory."""
+    return [("BK", keys), ("TILE", keys * (dim + 8))]
