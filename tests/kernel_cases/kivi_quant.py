@@ -130,7 +130,8 @@ MUTATIONS = (
         ("keys, 8 bits, bf16", "keys, 2 bits"),
     ),
     Mutation(FUNCTION, "lanes 16 apart do not meet", "ushort step = 16;", "ushort step = 8;", ("values, 2 bits",)),
-    Mutation(FUNCTION, "NaN counts", "return metal::abs(v) <= AFFINE_LARGEST;", "return true;", ("values, hostile",)),
+    Mutation(FUNCTION, "NaN counts", "metal::abs(v) <= AFFINE_LARGEST;", "!(metal::abs(v) < 0.0f);", ("values, hostile",)),
     Mutation(FUNCTION, "ragged tail runs over", "metal::min(group, length - first)", "group", ("keys, 1 bit, ragged",)),
     Mutation(FUNCTION, "no bounds check", "if (i >= uint(dims[0])", "if (i > uint(dims[0])", ("keys, one value",)),
+    Mutation(FUNCTION, "SIMD-groups take the next one's group", "i += uint(dims[3])", "i += 1u", ("values, 2 bits",)),
 )

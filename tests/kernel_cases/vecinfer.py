@@ -65,8 +65,8 @@ def gather(shape: tuple[int, ...], count: int, sub_dim: int, dtype: str = "int32
 def out_of_range(dtype: str) -> Any:
     def make(rng: np.random.Generator) -> dict[str, Any]:
         limits = np.iinfo(dtype)
-        indices = np.array([[0, 4, 5, 6, 100, limits.max, limits.min, max(-1, limits.min)]]).astype(object)
-        return {"indices": indices.astype(dtype), "codebook": rng.normal(size=(5, 4)).astype(np.float32)}
+        indices = np.array([[0, 4, 5, 6, 100, limits.max, limits.min, max(-1, limits.min)]], dtype=dtype)
+        return {"indices": indices, "codebook": rng.normal(size=(5, 4)).astype(np.float32)}
 
     return make
 
@@ -275,7 +275,7 @@ MUTATIONS = (
         "last codeword is not searched",
         "codebook, dims[1]);\n  indices",
         "codebook, dims[1] - 1);\n  indices",
-        ("ties", "one codeword"),
+        ("prime rows and codewords",),
     ),
     Mutation(QUANTIZE, "no bounds check", "if (row >= uint(dims[0]))", "if (row > uint(dims[0]))", ("a block and one",)),
     Mutation(
@@ -300,8 +300,6 @@ MUTATIONS = (
         "b[r * D + channel] = turned[r];\n    }\n  }",
         ("head of 32, factors per head", "head of 64, fp16"),
     ),
-    Mutation(
-        KEYS, "rotated back by H", "(a, inverse, turned, channel)", "(a, rotation, turned, channel)", ("head of 96, matrix not symmetric",)
-    ),
+    Mutation(KEYS, "H transposed", "matrix[j * D + column]", "matrix[column * D + j]", ("head of 96, matrix not symmetric",)),
     Mutation(KEYS, "factors of head 0 for all", "dims[4] == 1 ? 0", "dims[4] > 0 ? 0", ("head of 32, factors per head",)),
 )

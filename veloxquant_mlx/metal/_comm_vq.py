@@ -16,7 +16,7 @@ from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
 
-MAX_VALUES = 1 << 31  # a thread's number and the sizes in `dims` are 32-bit
+MAX_VALUES = (1 << 31) - 1024  # a grid and the sizes in `dims` are int32
 MAX_CODES = 1 << 16
 THREADS = 256
 # 2 pi as a float32, and what that lacks of it.
@@ -50,7 +50,7 @@ def comm_vq_decode_metal(
         (N, D) float16.
 
     Raises:
-        ValueError: a shape or size does not fit, or the result has 2^31 values or more.
+        ValueError: a shape or size does not fit, or the result has more than 2^31 - 1024 values.
         TypeError: another dtype.
 
     Error: for |position| < 2^24 the angle position * inv_freq is exact to 3e-7 radians (the product is held in two floats, not one,
@@ -67,7 +67,7 @@ def comm_vq_decode_metal(
     check_array(name, "codebook", codebook, (n_cb, cb_size, sub_dim), FLOATS)
     check_array(name, "positions", positions, (rows,), (mx.int32,))
     check_array(name, "inv_freq", inv_freq, (size // 2,), (mx.float32,))
-    require(max(rows * size, codebook.size) < MAX_VALUES, name, "the result", "smaller than 2^31 values", rows * size)
+    require(max(rows * size, codebook.size) <= MAX_VALUES, name, "the result", f"at most {MAX_VALUES} values", rows * size)
     if rows == 0:
         return mx.zeros((0, size), dtype=mx.float16)
     if backend() == "cpu":

@@ -13,7 +13,7 @@ from veloxquant_mlx.metal._checks import FLOATS, INTEGERS, check_array, message,
 from veloxquant_mlx.metal._kernel import Kernel, dims
 from veloxquant_mlx.transfer.rope import RopeSpec, recode_rope
 
-MAX_VALUES = 1 << 31  # a thread's number and the sizes in `dims` are 32-bit
+MAX_VALUES = (1 << 31) - 1024  # a grid and the sizes in `dims` are int32
 TABLE_ROWS = 1 << 14  # positions whose float64 angles are held at a time
 THREADS = 256
 
@@ -45,7 +45,7 @@ def crosskv_rope_recode(keys: mx.array, positions: mx.array, source_base: float,
         (BH, N, D) in the dtype of `keys`.
 
     Raises:
-        ValueError: a shape does not fit, a base is not positive, BH is 65536 or more, or keys have 2^31 values or more.
+        ValueError: a shape does not fit, a base is not positive, BH is 65536 or more, or keys have more than 2^31 - 1024 values.
         TypeError: another dtype, or positions that are not integers.
 
     Positions are read on the host, which waits for them if they are still being computed.
@@ -73,7 +73,7 @@ def _check(keys: mx.array, positions: mx.array, source_base: float, target_base:
     check_array(name, "keys", keys, None, FLOATS)
     fits = keys.ndim == 3 and keys.shape[-1] >= 2 and keys.shape[-1] % 2 == 0
     require(fits, name, "keys", "(BH, N, D) with D even", keys)
-    require(keys.size < MAX_VALUES, name, "keys", "smaller than 2^31 values", keys.size)
+    require(keys.size <= MAX_VALUES, name, "keys", f"at most {MAX_VALUES} values", keys.size)
     require(keys.shape[0] < 1 << 16, name, "BH", "below 65536", keys.shape[0])
     if not isinstance(positions, mx.array) or positions.dtype not in INTEGERS:
         raise TypeError(message(name, "positions", "integers", getattr(positions, "dtype", type(positions).__name__)))

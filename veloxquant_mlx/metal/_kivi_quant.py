@@ -14,8 +14,11 @@ from veloxquant_mlx.metal._kernel import Kernel, dims
 
 MAX_LEVELS = (1 << 24) - 1  # codes are float32 integers while they are in flight
 SMALLEST_EPS = 2.0**-126  # the smallest normal float32: a smaller floor may be flushed to zero
-MAX_VALUES = 1 << 31  # a thread's number and the sizes in `dims` are 32-bit
+MAX_VALUES = (1 << 31) - 1024  # a grid and the sizes in `dims` are int32
 THREADS = 256
+SIMD = 32
+GROUPS_PER_BLOCK = THREADS // SIMD
+MAX_SIMDGROUPS = 1 << 20  # beyond, a SIMD-group takes several groups in turn
 
 _COLUMNS = Kernel(
     name="kivi_group_columns",
@@ -52,7 +55,7 @@ def kivi_group_quant_dequant(x: mx.array, axis: int, group_size: int, levels: in
         The shape and dtype of `x`.
 
     Raises:
-        ValueError: a rank, size or range that does not fit, or x has 2^31 values or more.
+        ValueError: a rank, size or range that does not fit, or x has more than 2^31 - 1024 values.
         TypeError: another dtype, or a size that is not an integer.
 
     Error: bit for bit the same on every back end: float32, each operation rounded by itself, halves to even, one rounding to the
@@ -68,7 +71,7 @@ def kivi_group_quant_dequant(x: mx.array, axis: int, group_size: int, levels: in
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise TypeError(message(name, "eps", "a number", type(eps).__name__))
     require(SMALLEST_EPS <= eps <= 3e38, name, "eps", "between 2^-126 and 3e38", eps)
-    require(x.size < MAX_VALUES, name, "x", "smaller than 2^31 values", x.size)
+    require(x.size <= MAX_VALUES, name, "x", f"at most {MAX_VALUES} values", x.size)
     if x.size == 0:
         return x
     group_size = min(group_size, x.shape[axis])
@@ -79,8 +82,11 @@ def kivi_group_quant_dequant(x: mx.array, axis: int, group_size: int, levels: in
     outer, length, inner = x.size // (x.shape[-2] * x.shape[-1]), x.shape[-2], x.shape[-1]
     if axis == -2:
         kernel, sizes, threads = _COLUMNS, dims(outer, length, inner, group_size), outer * groups * inner
+    elif group_size < SIMD // 2:  # most lanes would idle
+        kernel, sizes, threads = _COLUMNS, dims(outer * length, inner, 1, group_size), outer * length * groups
     else:
-        kernel, sizes, threads = _ROWS, dims(outer * length, inner, group_size), outer * length * groups * 32
+        simdgroups = min(-(-outer * length * groups // GROUPS_PER_BLOCK) * GROUPS_PER_BLOCK, MAX_SIMDGROUPS)
+        kernel, sizes, threads = _ROWS, dims(outer * length, inner, group_size, simdgroups), simdgroups * SIMD
     (out,) = kernel(
         [x, params, sizes],
         grid=(-(-threads // THREADS) * THREADS, 1, 1),

@@ -16,11 +16,11 @@ from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import FLOATS, INTEGERS, check_array, check_int, message, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
 
-MAX_SUB_DIM = 256  # a thread holds one sub-vector in registers
-MAX_HEAD = 512  # one thread per channel, and the rows of a threadgroup in its memory
-MAX_VALUES = 1 << 31  # a thread's number and the sizes in `dims` are 32-bit
+MAX_SUB_DIM = 256  # a thread holds one sub-vector
+MAX_HEAD = 512  # two times ROWS rows in threadgroup memory: 16 KiB
+MAX_VALUES = (1 << 31) - 1024  # a grid and the sizes in `dims` are int32
 THREADS = 256
-ROWS = 4  # of keys per threadgroup, which share the reads of H
+ROWS = 4  # keys per threadgroup, which share the reads of H
 WIDE_INDICES = (mx.uint8, mx.uint16, mx.int32, mx.uint32)  # those that the gather kernel reads as they are
 
 _QUANTIZE = Kernel(
@@ -53,17 +53,18 @@ _ENCODE_DECODE_KEYS = Kernel(
     outputs=("values", "indices"),
     sources=("nearest", "vecinfer"),
     metal="""
-    threadgroup float a[D * ROWS];
-    threadgroup float b[D * ROWS];
+    constexpr int VALUES = D * ROWS;
+    threadgroup float a[VALUES];
+    threadgroup float b[VALUES];
     vecinfer_encode_decode<D, SUB_DIM, ROWS>(
         keys, codebook, rotation, inverse, smooth, dims, values, indices, a, b,
-        threadgroup_position_in_grid.x, thread_position_in_threadgroup.x);
+        threadgroup_position_in_grid.x, thread_position_in_threadgroup.x, threads_per_threadgroup.x);
     """,
     cuda="""
     __shared__ float a[D * ROWS];
     __shared__ float b[D * ROWS];
     vecinfer_encode_decode<D, SUB_DIM, ROWS>(
-        keys, codebook, rotation, inverse, smooth, dims, values, indices, a, b, blockIdx.x, threadIdx.x);
+        keys, codebook, rotation, inverse, smooth, dims, values, indices, a, b, blockIdx.x, threadIdx.x, blockDim.x);
     """,
 )
 
@@ -80,7 +81,7 @@ def vecinfer_quantize_metal(x: mx.array, codebook: mx.array, sub_dim: int) -> mx
         (..., D / sub_dim) int32.
 
     Raises:
-        ValueError: a shape does not fit, or x has 2^31 values or more.
+        ValueError: a shape does not fit, or x has more than 2^31 - 1024 values.
         TypeError: another dtype.
 
     Error: equal to `quantize_vq` on every back end: float32 squared differences summed in order, each operation rounded by itself;
@@ -93,8 +94,7 @@ def vecinfer_quantize_metal(x: mx.array, codebook: mx.array, sub_dim: int) -> mx
     (indices,) = _QUANTIZE(
         [x, codebook, dims(x.size // sub_dim, codebook.shape[0])],
         template=[("SUB_DIM", sub_dim)],
-        grid=(_rounded(x.size // sub_dim, THREADS), 1, 1),
-        threadgroup=(THREADS, 1, 1),
+        **_one_each(x.size // sub_dim, sub_dim),
         output_shapes=[shape],
         output_dtypes=[mx.int32],
     )
@@ -113,7 +113,7 @@ def vecinfer_dequant_metal(indices: mx.array, codebook: mx.array, out_dtype: mx.
         (..., n_sub * sub_dim) in out_dtype.
 
     Raises:
-        ValueError: a shape does not fit, or the result has 2^31 values or more.
+        ValueError: a shape does not fit, or the result has more than 2^31 - 1024 values.
         TypeError: another dtype.
 
     Error: exact, but for one rounding where out_dtype is narrower than the codebook.
@@ -128,15 +128,14 @@ def vecinfer_dequant_metal(indices: mx.array, codebook: mx.array, out_dtype: mx.
     if out_dtype not in FLOATS:
         raise TypeError(message(name, "out_dtype", "float16, bfloat16 or float32", out_dtype))
     size = indices.size * codebook.shape[1]
-    require(size < MAX_VALUES, name, "the result", "smaller than 2^31 values", size)
+    require(size <= MAX_VALUES, name, "the result", f"at most {MAX_VALUES} values", size)
     if backend() == "cpu" or size == 0:
         return dequantize_vq(indices, codebook).astype(out_dtype)
     if indices.dtype not in WIDE_INDICES:
         indices = clamped_indices(indices, codebook.shape[0])
     (out,) = _DEQUANTIZE(
         [indices, codebook, dims(size, *codebook.shape)],
-        grid=(_rounded(size, THREADS), 1, 1),
-        threadgroup=(THREADS, 1, 1),
+        **_one_each(size, 1),
         output_shapes=[(*indices.shape[:-1], indices.shape[-1] * codebook.shape[1])],
         output_dtypes=[out_dtype],
     )
@@ -160,7 +159,7 @@ def vecinfer_encode_decode_metal(
         k_hat (B, H, S, D) float16, and the indices (B, H, S, D / sub_dim) int32.
 
     Raises:
-        ValueError: a shape does not fit; smooth has another number of rows (rows are never averaged); 2^31 values or more.
+        ValueError: a shape does not fit; smooth has another number of rows (rows are never averaged); more than 2^31 - 1024 values.
         TypeError: another dtype.
 
     Error: float32 arithmetic, one rounding to float16 (infinite beyond 65504). An index is that of the nearest codeword up to the
@@ -180,15 +179,15 @@ def vecinfer_encode_decode_metal(
         require(tuple(smooth.shape) in shapes, name, "smooth", f"({size},) or ({heads}, {size})", smooth)
         factors = effective_smooth(smooth).reshape(-1, size)
     rotation = H_mat.astype(mx.float32)
+    count, threads = keys.size // max(size, 1), min(THREADS, _rounded(size, 32))
+    grid = -(-count // ROWS) * threads
+    require(grid <= MAX_VALUES, name, "keys", f"at most {MAX_VALUES} threads' work", grid)
     if backend() == "cpu" or keys.size == 0:
         return _encode_decode_ops(keys, k_codebook, sub_dim, rotation, factors)
-    rows = min(ROWS, sub_dim)
-    count = keys.size // size
-    threads = _rounded(size, 32)
     k_hat, indices = _ENCODE_DECODE_KEYS(
         [keys, k_codebook, rotation, rotation.T, factors, dims(count, k_codebook.shape[0], keys.shape[2], heads, factors.shape[0])],
-        template=[("D", size), ("SUB_DIM", sub_dim), ("ROWS", rows)],
-        grid=(-(-count // rows) * threads, 1, 1),
+        template=[("D", size), ("SUB_DIM", sub_dim), ("ROWS", ROWS)],
+        grid=(grid, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[keys.shape, (*keys.shape[:3], size // sub_dim)],
         output_dtypes=[mx.float16, mx.int32],
@@ -218,7 +217,7 @@ def vecinfer_encode_decode_simple_metal(values: mx.array, v_codebook: mx.array, 
         v_hat (..., D) float16, and the indices (..., D / sub_dim) int32, as those of `vecinfer_encode_decode_metal`.
 
     Raises:
-        ValueError: a shape does not fit, or 2^31 values or more.
+        ValueError: a shape does not fit, or more than 2^31 - 1024 values.
         TypeError: another dtype.
 
     Error: indices equal to `quantize_vq`; v_hat is the codeword rounded once to float16 (infinite beyond 65504).
@@ -230,8 +229,7 @@ def vecinfer_encode_decode_simple_metal(values: mx.array, v_codebook: mx.array, 
     v_hat, indices = _ENCODE_DECODE_VALUES(
         [values, v_codebook, dims(values.size // sub_dim, v_codebook.shape[0])],
         template=[("SUB_DIM", sub_dim)],
-        grid=(_rounded(values.size // sub_dim, THREADS), 1, 1),
-        threadgroup=(THREADS, 1, 1),
+        **_one_each(values.size // sub_dim, sub_dim),
         output_shapes=[values.shape, (*values.shape[:-1], values.shape[-1] // sub_dim)],
         output_dtypes=[mx.float16, mx.int32],
     )
@@ -244,8 +242,14 @@ def _check_vectors(function: str, name: str, x: Any, codebook_name: str, codeboo
     require(x.ndim >= 1 and x.shape[-1] % sub_dim == 0, function, name, f"(..., D) with D a multiple of sub_dim {sub_dim}", x)
     check_array(function, codebook_name, codebook, ("C", sub_dim), FLOATS)
     require(codebook.shape[0] >= 1, function, codebook_name, f"(C, {sub_dim}) with C at least 1", codebook)
-    require(x.size < MAX_VALUES, function, name, "smaller than 2^31 values", x.size)
+    require(x.size <= MAX_VALUES, function, name, f"at most {MAX_VALUES} values", x.size)
     return sub_dim
+
+
+def _one_each(count: int, held: int) -> dict[str, tuple[int, int, int]]:
+    """Grid and threadgroup of one thread per item; smaller groups where a thread holds so much that registers run short."""
+    threads = THREADS if held <= 32 else 64
+    return {"grid": (_rounded(count, threads), 1, 1), "threadgroup": (threads, 1, 1)}
 
 
 def _rounded(count: int, multiple: int) -> int:

@@ -62,29 +62,29 @@ __device__ inline void affine_columns(const X* x, const float* params, const int
   }
 }
 
-// Groups along axis -1 of x (rows, length): one warp per group, in whole warps. dims: rows, length, group.
+// Groups along axis -1 of x (rows, length): one warp per group, in whole warps. dims: rows, length, group, warps.
 template <typename X>
 __device__ inline void affine_rows(const X* x, const float* params, const int* dims, X* out, unsigned warp, unsigned lane) {
   const int length = dims[1];
   const int group = dims[2];
-  const int groups = (length + group - 1) / group;
-  if (warp >= unsigned(dims[0]) * unsigned(groups)) {
-    return;
-  }
-  const int first = int(warp % unsigned(groups)) * group;
-  const int count = min(group, length - first);
-  const size_t base = size_t(warp / unsigned(groups)) * size_t(length) + size_t(first);
-  AffineRange range = affine_nothing();
-  for (int j = int(lane); j < count; j += 32) {
-    affine_include(range, float(x[base + j]));
-  }
+  const unsigned groups = unsigned((length + group - 1) / group);
+  const unsigned total = unsigned(dims[0]) * groups;
+  for (unsigned i = warp; i < total; i += unsigned(dims[3])) {
+    const int first = int(i % groups) * group;
+    const int count = min(group, length - first);
+    const size_t base = size_t(i / groups) * size_t(length) + size_t(first);
+    AffineRange range = affine_nothing();
+    for (int j = int(lane); j < count; j += 32) {
+      affine_include(range, float(x[base + j]));
+    }
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    range.low = fminf(range.low, __shfl_xor_sync(0xffffffffu, range.low, step));
-    range.high = fmaxf(range.high, __shfl_xor_sync(0xffffffffu, range.high, step));
-  }
-  const float scale = affine_scale(range, params[0], params[1]);
-  for (int j = int(lane); j < count; j += 32) {
-    out[base + j] = X(affine_round_trip(float(x[base + j]), range, scale, params[0]));
+    for (int step = 16; step > 0; step /= 2) {
+      range.low = fminf(range.low, __shfl_xor_sync(0xffffffffu, range.low, step));
+      range.high = fmaxf(range.high, __shfl_xor_sync(0xffffffffu, range.high, step));
+    }
+    const float scale = affine_scale(range, params[0], params[1]);
+    for (int j = int(lane); j < count; j += 32) {
+      out[base + j] = X(affine_round_trip(float(x[base + j]), range, scale, params[0]));
+    }
   }
 }

@@ -68,29 +68,28 @@ METAL_FUNC void affine_columns(const device X* x, const device float* params, co
   }
 }
 
-// Groups along axis -1 of x (rows, length): one SIMD-group per group, in whole SIMD-groups. dims: rows, length, group.
+// Groups along axis -1 of x (rows, length): one SIMD-group per group, in whole SIMD-groups. dims: rows, length, group, SIMD-groups.
 template <typename X>
-METAL_FUNC void affine_rows(
-    const device X* x, const device float* params, const device int* dims, device X* out, uint simdgroup, uint lane) {
+METAL_FUNC void affine_rows(const device X* x, const device float* params, const device int* dims, device X* out, uint simdgroup, uint lane) {
   const int length = dims[1];
   const int group = dims[2];
-  const int groups = (length + group - 1) / group;
-  if (simdgroup >= uint(dims[0]) * uint(groups)) {
-    return;
-  }
-  const int first = int(simdgroup % uint(groups)) * group;
-  const int count = metal::min(group, length - first);
-  const size_t base = size_t(simdgroup / uint(groups)) * size_t(length) + size_t(first);
-  AffineRange range = affine_nothing();
-  for (int j = int(lane); j < count; j += 32) {
-    affine_include(range, float(x[base + j]));
-  }
-  for (ushort step = 16; step > 0; step /= 2) {
-    range.low = metal::min(range.low, simd_shuffle_xor(range.low, step));
-    range.high = metal::max(range.high, simd_shuffle_xor(range.high, step));
-  }
-  const float scale = affine_scale(range, params[0], params[1]);
-  for (int j = int(lane); j < count; j += 32) {
-    out[base + j] = X(affine_round_trip(float(x[base + j]), range, scale, params[0]));
+  const uint groups = uint((length + group - 1) / group);
+  const uint total = uint(dims[0]) * groups;
+  for (uint i = simdgroup; i < total; i += uint(dims[3])) {
+    const int first = int(i % groups) * group;
+    const int count = metal::min(group, length - first);
+    const size_t base = size_t(i / groups) * size_t(length) + size_t(first);
+    AffineRange range = affine_nothing();
+    for (int j = int(lane); j < count; j += 32) {
+      affine_include(range, float(x[base + j]));
+    }
+    for (ushort step = 16; step > 0; step /= 2) {
+      range.low = metal::min(range.low, simd_shuffle_xor(range.low, step));
+      range.high = metal::max(range.high, simd_shuffle_xor(range.high, step));
+    }
+    const float scale = affine_scale(range, params[0], params[1]);
+    for (int j = int(lane); j < count; j += 32) {
+      out[base + j] = X(affine_round_trip(float(x[base + j]), range, scale, params[0]));
+    }
   }
 }

@@ -43,8 +43,12 @@ __device__ inline void vecinfer_multiply(const float* rows, const float* matrix,
   }
 }
 
-// One block per ROWS rows of keys (B, H, S, D), a thread per channel: divide by smooth, rotate, quantize, decode, rotate back,
-// multiply by smooth. dims: rows, codewords, S, H, rows of smooth. Needs ROWS <= SUB_DIM, so that a thread has at most one sub-vector.
+// Row of smooth factors for a row of keys (B, H, S, D). dims: rows, codewords, S, H, rows of smooth.
+__device__ inline int vecinfer_head(const int* dims, size_t row) {
+  return dims[4] == 1 ? 0 : int(row / size_t(dims[2]) % size_t(dims[3]));
+}
+
+// One block per ROWS rows of keys: divide by smooth, rotate, quantize, decode, rotate back, multiply by smooth.
 template <int D, int SUB_DIM, int ROWS, typename X, typename C>
 __device__ inline void vecinfer_encode_decode(
     const X* keys,
@@ -58,46 +62,44 @@ __device__ inline void vecinfer_encode_decode(
     float* a,
     float* b,
     unsigned group,
-    unsigned lane) {
+    unsigned lane,
+    unsigned lanes) {
   constexpr int PARTS = D / SUB_DIM;
-  const int channel = int(lane);
   const size_t first = size_t(group) * ROWS;
   const size_t left = size_t(dims[0]) - first;
   const int live = left < ROWS ? int(left) : ROWS;
-  float factor[ROWS];
   float turned[ROWS];
-  if (channel < D) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int head = dims[4] == 1 ? 0 : int((first + r) / size_t(dims[2]) % size_t(dims[3]));
-      factor[r] = smooth[head * D + channel];
-      a[r * D + channel] = r < live ? __fdiv_rn(float(keys[(first + r) * D + channel]), factor[r]) : 0.0f;
-    }
+  for (int i = int(lane); i < ROWS * D; i += int(lanes)) {
+    const int r = i / D;
+    const int channel = i % D;
+    const int head = vecinfer_head(dims, first + r);
+    a[i] = r < live ? __fdiv_rn(float(keys[(first + r) * D + channel]), smooth[head * D + channel]) : 0.0f;
   }
   __syncthreads();
-  if (channel < D) {
+  for (int channel = int(lane); channel < D; channel += int(lanes)) {
     vecinfer_multiply<D, ROWS>(a, rotation, turned, channel);
-#pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       b[r * D + channel] = turned[r];
     }
   }
   __syncthreads();
-  if (channel < live * PARTS) {
-    const unsigned index = nearest_codeword<SUB_DIM>(b + channel * SUB_DIM, codebook, dims[1]);
-    indices[first * PARTS + channel] = int(index);
+  for (int part = int(lane); part < live * PARTS; part += int(lanes)) {
+    const unsigned index = nearest_codeword<SUB_DIM>(b + part * SUB_DIM, codebook, dims[1]);
+    indices[first * PARTS + part] = int(index);
     for (int j = 0; j < SUB_DIM; ++j) {
-      a[channel * SUB_DIM + j] = float(codebook[index * SUB_DIM + j]);
+      a[part * SUB_DIM + j] = float(codebook[index * SUB_DIM + j]);
     }
   }
   __syncthreads();
-  if (channel < D) {
+  for (int channel = int(lane); channel < D; channel += int(lanes)) {
     vecinfer_multiply<D, ROWS>(a, inverse, turned, channel);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      if (r < live) {
-        values[(first + r) * D + channel] = __float2half_rn(turned[r] * factor[r]);
+      if (r >= live) {
+        break;
       }
+      const float factor = smooth[vecinfer_head(dims, first + r) * D + channel];
+      values[(first + r) * D + channel] = __float2half_rn(turned[r] * factor);
     }
   }
 }

@@ -42,8 +42,12 @@ METAL_FUNC void vecinfer_multiply(const threadgroup float* rows, const device fl
   }
 }
 
-// One threadgroup per ROWS rows of keys (B, H, S, D), a thread per channel: divide by smooth, rotate, quantize, decode, rotate back,
-// multiply by smooth. dims: rows, codewords, S, H, rows of smooth. Needs ROWS <= SUB_DIM, so that a thread has at most one sub-vector.
+// Row of smooth factors for a row of keys (B, H, S, D). dims: rows, codewords, S, H, rows of smooth.
+METAL_FUNC int vecinfer_head(const device int* dims, size_t row) {
+  return dims[4] == 1 ? 0 : int(row / size_t(dims[2]) % size_t(dims[3]));
+}
+
+// One threadgroup per ROWS rows of keys: divide by smooth, rotate, quantize, decode, rotate back, multiply by smooth.
 template <int D, int SUB_DIM, int ROWS, typename X, typename C>
 METAL_FUNC void vecinfer_encode_decode(
     const device X* keys,
@@ -57,40 +61,40 @@ METAL_FUNC void vecinfer_encode_decode(
     threadgroup float* a,
     threadgroup float* b,
     uint group,
-    uint lane) {
+    uint lane,
+    uint lanes) {
   constexpr int PARTS = D / SUB_DIM;
-  const int channel = int(lane);
   const size_t first = size_t(group) * ROWS;
-  const int live = int(metal::min(size_t(ROWS), size_t(dims[0]) - first));
-  float factor[ROWS];
+  const size_t left = size_t(dims[0]) - first;
+  const int live = left < ROWS ? int(left) : ROWS;
   float turned[ROWS];
-  if (channel < D) {
-    for (int r = 0; r < ROWS; ++r) {
-      const int head = dims[4] == 1 ? 0 : int((first + r) / size_t(dims[2]) % size_t(dims[3]));
-      factor[r] = smooth[head * D + channel];
-      a[r * D + channel] = r < live ? float(keys[(first + r) * D + channel]) / factor[r] : 0.0f;
-    }
+  for (int i = int(lane); i < ROWS * D; i += int(lanes)) {
+    const int r = i / D;
+    const int channel = i % D;
+    const int head = vecinfer_head(dims, first + r);
+    a[i] = r < live ? float(keys[(first + r) * D + channel]) / smooth[head * D + channel] : 0.0f;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (channel < D) {
+  for (int channel = int(lane); channel < D; channel += int(lanes)) {
     vecinfer_multiply<D, ROWS>(a, rotation, turned, channel);
     for (int r = 0; r < ROWS; ++r) {
       b[r * D + channel] = turned[r];
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (channel < live * PARTS) {
-    const uint index = nearest_codeword<SUB_DIM>(b + channel * SUB_DIM, codebook, dims[1]);
-    indices[first * PARTS + channel] = int(index);
+  for (int part = int(lane); part < live * PARTS; part += int(lanes)) {
+    const uint index = nearest_codeword<SUB_DIM>(b + part * SUB_DIM, codebook, dims[1]);
+    indices[first * PARTS + part] = int(index);
     for (int j = 0; j < SUB_DIM; ++j) {
-      a[channel * SUB_DIM + j] = float(codebook[index * SUB_DIM + j]);
+      a[part * SUB_DIM + j] = float(codebook[index * SUB_DIM + j]);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (channel < D) {
+  for (int channel = int(lane); channel < D; channel += int(lanes)) {
     vecinfer_multiply<D, ROWS>(a, inverse, turned, channel);
     for (int r = 0; r < live; ++r) {
-      values[(first + r) * D + channel] = half(turned[r] * factor[r]);
+      const float factor = smooth[vecinfer_head(dims, first + r) * D + channel];
+      values[(first + r) * D + channel] = half(turned[r] * factor);
     }
   }
 }
