@@ -101,6 +101,6 @@ MUTATIONS = (
     ),
     Mutation(FUNCTION, "tail-dropped", "for (; i < bytes; ++i)", "for (; i + 1 < bytes; ++i)", ("d24",)),
     Mutation(FUNCTION, "row-stride", "size_t(row) * size_t(bytes), bytes)", "size_t(row) * size_t(bytes + 1), bytes)", ("seven",)),
-    Mutation(FUNCTION, "fused", "#pragma clang fp contract(off)", "", ("cancelling",)),
+    Mutation(FUNCTION, "fused", "#pragma METAL fp contract(off)", "", ("cancelling",)),
     Mutation(FUNCTION, "no-bound", "row >= uint(rows)", "row > uint(rows)", ("one", "seven")),
 )

@@ -52,13 +52,7 @@ ERRORS = (
 LENGTHS = (LengthCase(FUNCTION, lambda rng, n: {"v_idx": rng.integers(0, 16, (n, 64)).astype(np.uint8)}, (1, 2, 300)),)
 
 MUTATIONS = (
-    Mutation(
-        FUNCTION,
-        "nibbles-swapped",
-        "(codes[2 * size_t(i)] & 15) | (codes[2 * size_t(i) + 1] & 15) << 4",
-        "(codes[2 * size_t(i)] & 15) << 4 | (codes[2 * size_t(i) + 1] & 15)",
-        ("two", "in-range"),
-    ),
-    Mutation(FUNCTION, "low-nibble-unmasked", "(codes[2 * size_t(i)] & 15) |", "codes[2 * size_t(i)] |", ("masked",)),
-    Mutation(FUNCTION, "no-bound", "if (i < size)", "if (i <= size)", ("two", "d32")),
+    Mutation(FUNCTION, "nibbles-swapped", "code << (bit - start)", "code << (4 - (bit - start))", ("two", "in-range")),
+    Mutation(FUNCTION, "unmasked", "codes[block + k] & ((1u << BITS) - 1)", "codes[block + k]", ("masked",)),
+    Mutation(FUNCTION, "next-byte", "start = j % BITS * 8;", "start = (j + 1) % BITS * 8;", ("in-range",)),
 )

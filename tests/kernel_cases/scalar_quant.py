@@ -205,12 +205,13 @@ LENGTHS = (
 MUTATIONS = (
     Mutation(QUANTIZE, "last-wins-ties", "distance < least", "distance <= least", ("ties", "equal")),
     Mutation(QUANTIZE, "signed-gap", "metal::abs(x - float(centroids[i]))", "(x - float(centroids[i]))", ("seven",)),
-    Mutation(QUANTIZE, "first-quarter", "k < SCALAR_TILE; k += SCALAR_THREADS", "k < SCALAR_THREADS; k += SCALAR_THREADS", ("prime",)),
+    Mutation(QUANTIZE, "first-quarter", "k < 1024; k += 256", "k < 256; k += 256", ("prime",)),
     Mutation(QUANTIZE, "no-bound", "if (i < size)", "if (i <= size)", ("prime", "one")),
     Mutation(DEQUANTIZE, "no-clamp", "metal::min(uint(codes[i]), count - 1)", "uint(codes[i])", ("prime", "seven")),
     Mutation(DEQUANTIZE, "clamp-to-count", "count - 1)", "count)", ("prime", "seven")),
-    Mutation(HADAMARD, "lane-off-by-one", "lane & uint(stride)", "(lane + 1) & uint(stride)", ("d64",)),
+    Mutation(HADAMARD, "lane-off-by-one", "(lane & stride) ?", "((lane + 1) & stride) ?", ("d64",)),
     Mutation(HADAMARD, "signs-dropped", "* signs[i]", "* 1.0f", ("d64",)),
-    Mutation(HADAMARD, "last-stride-dropped", "stride < PER; stride *= 2", "2 * stride < PER; stride *= 2", ("d64", "ties-d64")),
-    Mutation(HADAMARD, "half-a-simd-group", "metal::min(DIM, 32)", "metal::min(DIM, 16)", ("d64",)),
+    Mutation(HADAMARD, "last-stride-dropped", "step < R; step *= 2", "2 * step < R; step *= 2", ("d64", "ties-d64")),
+    Mutation(HADAMARD, "half-a-simd-group", "stride < (D < 32 ? D : 32)", "stride < (D < 16 ? D : 16)", ("d64",)),
+    Mutation(HADAMARD, "row-not-checked", "row >= rows", "row > rows", ("d64",)),
 )

@@ -14,6 +14,7 @@ def encode(x: np.ndarray, S: np.ndarray, norm_max: float = 65519.99) -> tuple[np
         unsure = (projections != 0) & (np.abs(projections) <= error)
         norms = np.sqrt((x**2).sum(axis=1))
         norms = np.where(norms > norm_max, np.inf, norms)
+    assert unsure.mean() <= 0.01 if unsure.size else True  # what is masked is not tested
     shape = (len(x), len(S) // 8)
     packed = np.packbits(projections >= 0, axis=-1, bitorder="little").reshape(shape)
     return np.ma.masked_array(packed, mask=unsure.reshape(*shape, 8).any(axis=-1)), norms

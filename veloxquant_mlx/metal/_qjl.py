@@ -116,11 +116,11 @@ _encode = Kernel(
     sources=("qjl",),
     metal="""
     const uint row_block = thread_position_in_grid.x / 32, block = thread_position_in_grid.y;
-    qjl_encode(x, transposed, packed, norms, dims[0], dims[1], dims[2], block, row_block, thread_index_in_simdgroup);
+    kvtool::qjl_encode(x, transposed, packed, norms, dims[0], dims[1], dims[2], block, row_block, thread_index_in_simdgroup);
     """,
     cuda="""
     const unsigned row_block = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-    qjl_encode(x, transposed, packed, norms, dims[0], dims[1], dims[2], blockIdx.y, row_block, threadIdx.x % 32);
+    kvtool::qjl_encode(x, transposed, packed, norms, dims[0], dims[1], dims[2], blockIdx.y, row_block, threadIdx.x % 32);
     """,
 )
 
@@ -131,10 +131,10 @@ _inner_product = Kernel(
     sources=("qjl",),
     metal="""
     const uint2 at = thread_position_in_grid.xy;
-    qjl_inner_product(query, packed, norms, scores, dims[0], dims[1], dims[2], at.x, at.y);
+    kvtool::qjl_inner_product(query, packed, norms, scores, dims[0], dims[1], dims[2], at.x, at.y);
     """,
     cuda="""
     const unsigned slot = blockIdx.x * blockDim.x + threadIdx.x;
-    qjl_inner_product(query, packed, norms, scores, dims[0], dims[1], dims[2], slot, blockIdx.y);
+    kvtool::qjl_inner_product(query, packed, norms, scores, dims[0], dims[1], dims[2], slot, blockIdx.y);
     """,
 )

@@ -64,6 +64,6 @@ _kernel = Kernel(
     inputs=("query", "bits", "offsets", "scale", "dims"),
     outputs=("scores",),
     sources=("hamming",),
-    metal="hamming_score(query, bits, offsets, scale, scores, dims[0], dims[1], thread_position_in_grid.x);",
-    cuda="hamming_score(query, bits, offsets, scale, scores, dims[0], dims[1], blockIdx.x * blockDim.x + threadIdx.x);",
+    metal="kvtool::hamming_score(query, bits, offsets, scale, scores, dims[0], dims[1], thread_position_in_grid.x);",
+    cuda="kvtool::hamming_score(query, bits, offsets, scale, scores, dims[0], dims[1], blockIdx.x * blockDim.x + threadIdx.x);",
 )

@@ -6,10 +6,9 @@ byte j = (v[2 j] & 15) | (v[2 j + 1] & 15) << 4
 import mlx.core as mx
 
 from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._bit_packing import PACK, THREADS
 from veloxquant_mlx.metal._checks import INTEGERS, check_array, require
-from veloxquant_mlx.metal._kernel import Kernel, dims
-
-TILE, THREADS = 1024, 256  # bytes and threads of a group, as in src/scalar
+from veloxquant_mlx.metal._kernel import dims
 
 
 def rabitq_pack_values(v_idx: mx.array) -> mx.array:
@@ -32,9 +31,10 @@ def rabitq_pack_values(v_idx: mx.array) -> mx.array:
     if backend() == "cpu" or codes.size == 0:
         return _ops(codes)
     size = codes.size // 2
-    return _kernel(
-        (codes, dims(size)),
-        grid=(-(-size // TILE) * THREADS, 1, 1),
+    return PACK(
+        (codes, dims(codes.size, size)),
+        template=(("BITS", 4),),
+        grid=(size, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=((*codes.shape[:-1], codes.shape[-1] // 2),),
         output_dtypes=(mx.uint8,),
@@ -43,13 +43,3 @@ def rabitq_pack_values(v_idx: mx.array) -> mx.array:
 
 def _ops(codes: mx.array) -> mx.array:
     return codes[..., 0::2] & 15 | (codes[..., 1::2] & 15) << 4
-
-
-_kernel = Kernel(
-    name="rabitq_pack_values",
-    inputs=("codes", "dims"),
-    outputs=("packed",),
-    sources=("nearest", "scalar"),
-    metal="scalar_pack_nibbles(codes, packed, uint(dims[0]), threadgroup_position_in_grid.x, thread_position_in_threadgroup.x);",
-    cuda="scalar_pack_nibbles(codes, packed, unsigned(dims[0]), blockIdx.x, threadIdx.x);",
-)

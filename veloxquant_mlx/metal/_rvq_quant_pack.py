@@ -73,7 +73,7 @@ _kernel = Kernel(
     name="rvq_quant_pack",
     inputs=("rotated", "centroids1", "boundaries1", "boundaries2", "dims"),
     outputs=("packed1", "packed2"),
-    sources=("nearest", "scalar"),
-    metal=f"rvq_pack_word<BITS, R>({_ARGUMENTS}, thread_position_in_grid.x);",
-    cuda=f"rvq_pack_word<BITS, R>({_ARGUMENTS}, blockIdx.x * blockDim.x + threadIdx.x);",
+    sources=("nearest", "rotate", "scalar"),
+    metal=f"kvtool::rvq_pack_word<BITS, R>({_ARGUMENTS}, thread_position_in_grid.x);",
+    cuda=f"kvtool::rvq_pack_word<BITS, R>({_ARGUMENTS}, blockIdx.x * blockDim.x + threadIdx.x);",
 )

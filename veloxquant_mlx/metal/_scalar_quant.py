@@ -149,34 +149,37 @@ _quantize = Kernel(
     name="turboquant_scalar_quantize",
     inputs=("x", "centroids", "dims"),
     outputs=("codes",),
-    sources=("nearest", "scalar"),
-    metal="scalar_quantize<COUNT>(x, centroids, codes, uint(dims[0]), threadgroup_position_in_grid.x, thread_position_in_threadgroup.x);",
-    cuda="scalar_quantize<COUNT>(x, centroids, codes, unsigned(dims[0]), blockIdx.x, threadIdx.x);",
+    sources=("nearest", "rotate", "scalar"),
+    metal="""
+    const uint group = threadgroup_position_in_grid.x, lane = thread_position_in_threadgroup.x;
+    kvtool::scalar_quantize<COUNT>(x, centroids, codes, uint(dims[0]), group, lane);
+    """,
+    cuda="kvtool::scalar_quantize<COUNT>(x, centroids, codes, unsigned(dims[0]), blockIdx.x, threadIdx.x);",
 )
 
 _dequantize = Kernel(
     name="turboquant_scalar_dequantize",
     inputs=("codes", "centroids", "dims"),
     outputs=("values",),
-    sources=("nearest", "scalar"),
-    metal=(
-        "scalar_dequantize(codes, centroids, values, uint(dims[0]), uint(dims[1]), "
-        "threadgroup_position_in_grid.x, thread_position_in_threadgroup.x);"
-    ),
-    cuda="scalar_dequantize(codes, centroids, values, unsigned(dims[0]), unsigned(dims[1]), blockIdx.x, threadIdx.x);",
+    sources=("nearest", "rotate", "scalar"),
+    metal="""
+    const uint group = threadgroup_position_in_grid.x, lane = thread_position_in_threadgroup.x;
+    kvtool::scalar_dequantize(codes, centroids, values, uint(dims[0]), uint(dims[1]), group, lane);
+    """,
+    cuda="kvtool::scalar_dequantize(codes, centroids, values, unsigned(dims[0]), unsigned(dims[1]), blockIdx.x, threadIdx.x);",
 )
 
 _hadamard = Kernel(
     name="turboquant_hadamard_quantize",
     inputs=("x", "signs", "centroids", "scale", "dims"),
     outputs=("codes",),
-    sources=("nearest", "scalar"),
+    sources=("nearest", "rotate", "scalar"),
     metal="""
     const uint row = thread_position_in_grid.x / 32;
-    scalar_hadamard_quantize<DIM, COUNT>(x, signs, centroids, scale, codes, uint(dims[0]), row, thread_index_in_simdgroup);
+    kvtool::scalar_hadamard_quantize<DIM, COUNT>(x, signs, centroids, scale, codes, uint(dims[0]), row, thread_index_in_simdgroup);
     """,
     cuda="""
     const unsigned row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-    scalar_hadamard_quantize<DIM, COUNT>(x, signs, centroids, scale, codes, unsigned(dims[0]), row, threadIdx.x % 32);
+    kvtool::scalar_hadamard_quantize<DIM, COUNT>(x, signs, centroids, scale, codes, unsigned(dims[0]), row, threadIdx.x % 32);
     """,
 )

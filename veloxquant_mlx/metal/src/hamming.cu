@@ -1,4 +1,5 @@
 // Hamming distances between packed sign bits.
+namespace kvtool {
 
 // Number of bits that differ between two runs of bytes; whole words where both may be read so.
 __device__ inline unsigned hamming_distance(const uint8_t* a, const uint8_t* b, int bytes) {
@@ -32,3 +33,5 @@ __device__ inline void hamming_score(
   // One rounding per operation, as in the MLX definition: these are never contracted.
   scores[row] = __fadd_rn(__fmul_rn(float(distance), scale[0]), offsets[row]);
 }
+
+}  // namespace kvtool

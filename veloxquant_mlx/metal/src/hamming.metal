@@ -1,4 +1,5 @@
 // Hamming distances between packed sign bits.
+namespace kvtool {
 
 METAL_FUNC uint hamming_load4(const device uchar* p) {  // rows may start at any byte
   return uint(p[0]) | uint(p[1]) << 8 | uint(p[2]) << 16 | uint(p[3]) << 24;
@@ -27,10 +28,12 @@ METAL_FUNC void hamming_score(
     int rows,
     int bytes,
     uint row) {
-#pragma clang fp contract(off)  // one rounding per operation, as in the MLX definition
+#pragma METAL fp contract(off)  // one rounding per operation, as in the MLX definition
   if (row >= uint(rows)) {
     return;
   }
   const float product = float(hamming_distance(query, bits + size_t(row) * size_t(bytes), bytes)) * scale[0];
   scores[row] = product + offsets[row];
 }
+
+}  // namespace kvtool

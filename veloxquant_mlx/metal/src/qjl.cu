@@ -1,8 +1,7 @@
 // Quantised Johnson-Lindenstrauss: signs of projections, LSB first, and the estimate of an inner product from them.
+namespace kvtool {
 
-constexpr int QJL_ROWS = 4;
-
-// One warp: the signs of 32 projections for each of QJL_ROWS rows; the warp of block 0 also takes their norms.
+// One warp: the signs of 32 projections for each of 4 rows; the warp of block 0 also takes their norms.
 // x: [rows, dim]; transposed: [dim, projections], so that neighbouring lanes read neighbouring values.
 template <typename T, typename P, typename O>
 __device__ inline void qjl_encode(
@@ -16,22 +15,23 @@ __device__ inline void qjl_encode(
     unsigned block,
     unsigned row_block,
     unsigned lane) {
-  const int first = int(row_block) * QJL_ROWS;
+  constexpr int ROWS = 4;
+  const int first = int(row_block) * ROWS;
   if (first >= rows) {  // the whole warp
     return;
   }
   const int column = int(block * 32 + lane);
   const bool live = column < projections;
-  float sums[QJL_ROWS] = {0.0f};
+  float sums[ROWS] = {0.0f};
   for (int k = 0; k < dim; ++k) {
     const float s = live ? float(transposed[size_t(k) * size_t(projections) + size_t(column)]) : 0.0f;
 #pragma unroll
-    for (int r = 0; r < QJL_ROWS; ++r) {
+    for (int r = 0; r < ROWS; ++r) {
       sums[r] += s * float(x[size_t(min(first + r, rows - 1)) * size_t(dim) + size_t(k)]);
     }
   }
 #pragma unroll
-  for (int r = 0; r < QJL_ROWS; ++r) {
+  for (int r = 0; r < ROWS; ++r) {
     const unsigned word = __ballot_sync(0xffffffffu, live && sums[r] >= 0.0f);
     if (first + r < rows && live && lane % 8 == 0) {
       packed[size_t(first + r) * size_t(projections / 8) + size_t(column / 8)] = uint8_t(word >> lane & 0xFF);
@@ -40,7 +40,7 @@ __device__ inline void qjl_encode(
   if (block > 0) {
     return;
   }
-  for (int r = 0; r < QJL_ROWS && first + r < rows; ++r) {
+  for (int r = 0; r < ROWS && first + r < rows; ++r) {
     float sum = 0.0f;
     for (int k = int(lane); k < dim; k += 32) {
       const float value = float(x[size_t(first + r) * size_t(dim) + size_t(k)]);
@@ -84,3 +84,5 @@ __device__ inline void qjl_inner_product(
   }
   scores[size_t(head) * size_t(slots) + size_t(slot)] = O(1.2533141373155003f / float(projections) * sum * float(norms[row]));
 }
+
+}  // namespace kvtool

@@ -1,7 +1,5 @@
-// Scalar codes, one value at a time. Needs nearest. A block of 256 threads owns 1024 consecutive values: thread t has t, t + 256, ...
-
-constexpr unsigned SCALAR_THREADS = 256;
-constexpr unsigned SCALAR_TILE = 1024;
+// Scalar codes, one value at a time. Needs nearest and rotate. A block of 256 threads owns 1024 consecutive values: lane t has t, t + 256, ...
+namespace kvtool {
 
 template <int COUNT, typename T>
 __device__ inline void scalar_quantize(const T* x, const float* centroids, uint8_t* codes, unsigned size, unsigned group, unsigned lane) {
@@ -10,8 +8,8 @@ __device__ inline void scalar_quantize(const T* x, const float* centroids, uint8
   for (int i = 0; i < COUNT; ++i) {
     table[i] = centroids[i];
   }
-  for (unsigned k = 0; k < SCALAR_TILE; k += SCALAR_THREADS) {
-    const unsigned i = group * SCALAR_TILE + k + lane;
+  for (unsigned k = 0; k < 1024; k += 256) {
+    const unsigned i = group * 1024 + k + lane;
     if (i < size) {
       codes[i] = uint8_t(nearest_centroid(float(x[i]), table, COUNT));
     }
@@ -21,8 +19,8 @@ __device__ inline void scalar_quantize(const T* x, const float* centroids, uint8
 template <typename O>
 __device__ inline void scalar_dequantize(
     const uint8_t* codes, const float* centroids, O* values, unsigned size, unsigned count, unsigned group, unsigned lane) {
-  for (unsigned k = 0; k < SCALAR_TILE; k += SCALAR_THREADS) {
-    const unsigned i = group * SCALAR_TILE + k + lane;
+  for (unsigned k = 0; k < 1024; k += 256) {
+    const unsigned i = group * 1024 + k + lane;
     if (i < size) {
       values[i] = O(centroids[min(unsigned(codes[i]), count - 1)]);
     }
@@ -62,32 +60,6 @@ __device__ inline void rvq_pack_word(
   packed2[index] = word2;
 }
 
-// H v for one row of DIM values, a power of two: v[j] of a lane is element 32 j + lane; strides 1, 2, 4, ... in that order.
-template <int DIM>
-__device__ inline void scalar_hadamard(float* v, unsigned lane) {
-  constexpr int PER = (DIM + 31) / 32;
-  constexpr int LANES = DIM < 32 ? DIM : 32;
-#pragma unroll
-  for (int stride = 1; stride < LANES; stride *= 2) {
-#pragma unroll
-    for (int j = 0; j < PER; ++j) {
-      const float other = __shfl_xor_sync(0xffffffffu, v[j], stride);
-      v[j] = (lane & unsigned(stride)) != 0 ? other - v[j] : v[j] + other;
-    }
-  }
-#pragma unroll
-  for (int stride = 1; stride < PER; stride *= 2) {
-#pragma unroll
-    for (int j = 0; j < PER; ++j) {
-      if ((j & stride) == 0) {
-        const float low = v[j], high = v[j + stride];
-        v[j] = low + high;
-        v[j + stride] = low - high;
-      }
-    }
-  }
-}
-
 // codes of H (signs * x) * scale; one warp per row.
 template <int DIM, int COUNT, typename T>
 __device__ inline void scalar_hadamard_quantize(
@@ -111,7 +83,7 @@ __device__ inline void scalar_hadamard_quantize(
     // One rounding per operation, as in the MLX definition: these are never contracted.
     v[j] = i < DIM ? __fmul_rn(float(x[first + i]), signs[i]) : 0.0f;
   }
-  scalar_hadamard<DIM>(v, lane);
+  hadamard<DIM>(v, lane);
   float table[COUNT];
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
@@ -126,12 +98,4 @@ __device__ inline void scalar_hadamard_quantize(
   }
 }
 
-// packed[i] has codes 2 i and 2 i + 1 in its low and high nibble.
-__device__ inline void scalar_pack_nibbles(const uint8_t* codes, uint8_t* packed, unsigned size, unsigned group, unsigned lane) {
-  for (unsigned k = 0; k < SCALAR_TILE; k += SCALAR_THREADS) {
-    const unsigned i = group * SCALAR_TILE + k + lane;
-    if (i < size) {
-      packed[i] = uint8_t((codes[2 * size_t(i)] & 15) | (codes[2 * size_t(i) + 1] & 15) << 4);
-    }
-  }
-}
+}  // namespace kvtool

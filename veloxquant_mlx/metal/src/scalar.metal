@@ -1,7 +1,5 @@
-// Scalar codes, one value at a time. Needs nearest. A group of 256 threads owns 1024 consecutive values: thread t has t, t + 256, ...
-
-constant constexpr uint SCALAR_THREADS = 256;
-constant constexpr uint SCALAR_TILE = 1024;
+// Scalar codes, one value at a time. Needs nearest and rotate. A group of 256 threads owns 1024 consecutive values: lane t has t, t + 256, ...
+namespace kvtool {
 
 template <int COUNT, typename T>
 METAL_FUNC void scalar_quantize(
@@ -10,8 +8,8 @@ METAL_FUNC void scalar_quantize(
   for (int i = 0; i < COUNT; ++i) {
     table[i] = centroids[i];
   }
-  for (uint k = 0; k < SCALAR_TILE; k += SCALAR_THREADS) {
-    const uint i = group * SCALAR_TILE + k + lane;
+  for (uint k = 0; k < 1024; k += 256) {
+    const uint i = group * 1024 + k + lane;
     if (i < size) {
       codes[i] = uchar(nearest_centroid(float(x[i]), table, COUNT));
     }
@@ -21,8 +19,8 @@ METAL_FUNC void scalar_quantize(
 template <typename O>
 METAL_FUNC void scalar_dequantize(
     const device uchar* codes, const device float* centroids, device O* values, uint size, uint count, uint group, uint lane) {
-  for (uint k = 0; k < SCALAR_TILE; k += SCALAR_THREADS) {
-    const uint i = group * SCALAR_TILE + k + lane;
+  for (uint k = 0; k < 1024; k += 256) {
+    const uint i = group * 1024 + k + lane;
     if (i < size) {
       values[i] = O(centroids[metal::min(uint(codes[i]), count - 1)]);
     }
@@ -62,27 +60,6 @@ METAL_FUNC void rvq_pack_word(
   packed2[index] = word2;
 }
 
-// H v for one row of DIM values, a power of two: v[j] of a lane is element 32 j + lane; strides 1, 2, 4, ... in that order.
-template <int DIM>
-METAL_FUNC void scalar_hadamard(thread float* v, uint lane) {
-  constexpr int PER = (DIM + 31) / 32;
-  for (int stride = 1; stride < metal::min(DIM, 32); stride *= 2) {
-    for (int j = 0; j < PER; ++j) {
-      const float other = simd_shuffle_xor(v[j], ushort(stride));
-      v[j] = (lane & uint(stride)) != 0 ? other - v[j] : v[j] + other;
-    }
-  }
-  for (int stride = 1; stride < PER; stride *= 2) {
-    for (int j = 0; j < PER; ++j) {
-      if ((j & stride) == 0) {
-        const float low = v[j], high = v[j + stride];
-        v[j] = low + high;
-        v[j + stride] = low - high;
-      }
-    }
-  }
-}
-
 // codes of H (signs * x) * scale; one SIMD-group per row.
 template <int DIM, int COUNT, typename T>
 METAL_FUNC void scalar_hadamard_quantize(
@@ -104,7 +81,7 @@ METAL_FUNC void scalar_hadamard_quantize(
     const uint i = 32 * j + lane;
     v[j] = i < DIM ? float(x[first + i]) * signs[i] : 0.0f;
   }
-  scalar_hadamard<DIM>(v, lane);
+  hadamard<DIM>(v, ushort(lane));
   float table[COUNT];
   for (int i = 0; i < COUNT; ++i) {
     table[i] = centroids[i];
@@ -117,12 +94,4 @@ METAL_FUNC void scalar_hadamard_quantize(
   }
 }
 
-// packed[i] has codes 2 i and 2 i + 1 in its low and high nibble.
-METAL_FUNC void scalar_pack_nibbles(const device uchar* codes, device uchar* packed, uint size, uint group, uint lane) {
-  for (uint k = 0; k < SCALAR_TILE; k += SCALAR_THREADS) {
-    const uint i = group * SCALAR_TILE + k + lane;
-    if (i < size) {
-      packed[i] = uchar((codes[2 * size_t(i)] & 15) | (codes[2 * size_t(i) + 1] & 15) << 4);
-    }
-  }
-}
+}  // namespace kvtool
