@@ -19,8 +19,8 @@ def call(shape: tuple[int, ...], axis: int, group_size: int, bits: int, dtype: s
     return make
 
 
-def hostile(axis: int) -> Any:
-    """Groups of 4 in 40 positions: NaN, infinities, only those, zeros, one value, an outlier, minus zero, a range beyond float32."""
+def hostile(axis: int, group_size: int = 4) -> Any:
+    """NaN, infinities, groups of only those, zeros, one value, an outlier, minus zero, a range beyond float32 (for groups of 4)."""
 
     def make(rng: np.random.Generator) -> dict[str, Any]:
         lines = rng.normal(size=(3, 40)).astype(np.float32)
@@ -31,7 +31,7 @@ def hostile(axis: int) -> Any:
         lines[2, 0], lines[2, 2] = 3e38, -3e38
         lines[2, 4:8] = [1e-30, 2e-30, 0, 1e-30]  # the floor of the scale decides
         lines[2, 38:] = np.nan
-        return {"x": lines if axis == -1 else np.ascontiguousarray(lines.T), "axis": axis, "group_size": 4, "levels": 3}
+        return {"x": lines if axis == -1 else np.ascontiguousarray(lines.T), "axis": axis, "group_size": group_size, "levels": 3}
 
     return make
 
@@ -83,6 +83,8 @@ ROWS = (
     ("values, one value", call((1, 1), -1, 4, 2), "float32"),
     ("values, more than a block", call((9, 4), -1, 4, 2, "float16"), "float16"),
     ("values, hostile", hostile(-1), "float32"),
+    ("values, hostile, long groups", hostile(-1, 20), "float32"),
+    ("keys, hostile, long groups", hostile(-2, 20), "float32"),
     ("values, halves to even", halves(-1), "float32"),
     ("values, ends of float16", overflowing, "float16"),
     ("values, not contiguous", strided(call((3, 40), -1, 32, 4)), "float32"),

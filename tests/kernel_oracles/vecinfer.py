@@ -33,7 +33,7 @@ def dequantize(indices: np.ndarray, codebook: np.ndarray, out_dtype: object = No
     last = len(codebook) - 1
     wide = indices.astype(object)  # no integer type holds both int64 and uint64
     inside = np.array([i if 0 <= i <= last else last for i in wide.reshape(-1)], dtype=np.int64).reshape(indices.shape)
-    return codebook.astype(np.float64)[inside].reshape(*indices.shape[:-1], -1)
+    return codebook.astype(np.float64)[inside].reshape(*indices.shape[:-1], indices.shape[-1] * codebook.shape[1])
 
 
 def encode_decode(
