@@ -11,7 +11,7 @@ def encode(x: np.ndarray, S: np.ndarray, norm_max: float = 65519.99) -> tuple[np
     with np.errstate(invalid="ignore"):
         projections = x @ S.T
         error = S.shape[1] * 2.0**-24 * (np.abs(x) @ np.abs(S).T)
-        unsure = (projections != 0) & (np.abs(projections) <= error)
+        unsure = (projections != 0) & np.isfinite(projections) & (np.abs(projections) <= error)
         norms = np.sqrt((x**2).sum(axis=1))
         norms = np.where(norms > norm_max, np.inf, norms)
     assert unsure.mean() <= 0.01 if unsure.size else True  # what is masked is not tested

@@ -40,6 +40,6 @@ def _nearest(x, centroids, error) -> np.ndarray:
         best = gaps.argmin(axis=-1)
         least = np.take_along_axis(gaps, best[..., None], axis=-1)
         behind = gaps - least
-        unsure = ((behind > 0) & (behind <= 2 * error(x, c))).any(axis=-1)
+        unsure = ((behind > 0) & np.isfinite(behind) & (behind <= 2 * error(x, c))).any(axis=-1)
     assert unsure.mean() <= 0.01 if unsure.size else True  # what is masked is not tested
     return np.ma.masked_array(best.astype(np.int64), mask=unsure)
