@@ -1,4 +1,5 @@
 // Codebook search in float32. The lowest index wins a tie; a NaN distance wins nothing, so a NaN vector has index 0.
+namespace kvtool {
 
 // Index of the codeword with the least squared distance. codebook: [count, SUB_DIM].
 template <int SUB_DIM, typename X, typename C>
@@ -50,3 +51,7 @@ __device__ inline unsigned cell_of(float x, const C* boundaries, int count) {
   }
   return cell;
 }
+
+}  // namespace kvtool
+
+using kvtool::nearest_codeword;

@@ -1,10 +1,11 @@
 // Codebook search in float32. The lowest index wins a tie; a NaN distance wins nothing, so a NaN vector has index 0.
 // X and C are pointers of any address space.
+namespace kvtool {
 
 // Index of the codeword with the least squared distance. codebook: [count, SUB_DIM].
 template <int SUB_DIM, typename X, typename C>
 METAL_FUNC uint nearest_codeword(X x, C codebook, int count) {
-#pragma clang fp contract(off)  // one rounding per operation, as in the MLX definition
+#pragma METAL fp contract(off)  // one rounding per operation, as in the MLX definition
   float v[SUB_DIM];
   for (int j = 0; j < SUB_DIM; ++j) {
     v[j] = float(x[j]);
@@ -50,3 +51,7 @@ METAL_FUNC uint cell_of(float x, C boundaries, int count) {
   }
   return cell;
 }
+
+}  // namespace kvtool
+
+using kvtool::nearest_codeword;
