@@ -10,7 +10,7 @@ def unpack(codes: np.ndarray, count: int, packed: str | None, bits: int) -> np.n
     if packed == "lsb32":
         per = 32 // bits
         shifted = codes[..., None].astype(np.int64) >> (np.arange(per) * bits)
-        return (shifted & (2**bits - 1)).reshape(*codes.shape[:-1], -1)[..., :count]
+        return (shifted & (2**bits - 1)).reshape(*codes.shape[:-1], codes.shape[-1] * per)[..., :count]
     stream = np.unpackbits(np.ascontiguousarray(codes), axis=-1, bitorder="little")[..., : count * bits]
     return (stream.reshape(*codes.shape[:-1], count, bits).astype(np.int64) << np.arange(bits)).sum(axis=-1)
 
@@ -18,7 +18,7 @@ def unpack(codes: np.ndarray, count: int, packed: str | None, bits: int) -> np.n
 def look_up(table: np.ndarray, codes: np.ndarray, dtype: type) -> np.ndarray:
     """table[codes], codes clamped; rows of a 2-D table are laid side by side."""
     values = table.astype(dtype)[np.clip(codes, 0, len(table) - 1)]
-    return values if table.ndim == 1 else values.reshape(*codes.shape[:-1], -1)
+    return values if table.ndim == 1 else values.reshape(*codes.shape[:-1], codes.shape[-1] * table.shape[1])
 
 
 def sees(i: int, j: np.ndarray, queries: int, keys: int, causal: bool, window: int, first: int) -> np.ndarray:
