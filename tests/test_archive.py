@@ -26,12 +26,12 @@ from formats.errors import IncompatibleError
 from formats.manifest import CacheInfo, Role
 from kvtool.archive import Restored, SaveReport
 from kvtool.capturing import Snapshot
-from kvtool.encoding import split_rows
+from kvtool.encoding import BLOCK_VALUES, split_rows
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.states import CacheState, leaves
-from tests.library import digests, equal, f64, fill, ids, run, saved, tiny, twin
-from tests.tiny_random import FAMILIES, VOCAB, WINDOW
+from tests.library import digests, equal, f64, fill, ids, loaded, run, saved, tiny, twin
+from tests.tiny_random import FAMILIES, VOCAB, WINDOW, build
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.transfer.rope import RopeSpec
 
@@ -152,25 +152,18 @@ def test_sliding_window_that_has_moved_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [0, 4])
 @pytest.mark.parametrize("count", [WINDOW - 1, WINDOW, 2 * WINDOW + 5])
 def test_rotating_cache_with_kept_first_rows(keep: int, count: int, tmp_path: Path) -> None:
-    # `max_kv_size` with a model of full layers is another model's cache, so the probes are those of this kind of cache.
-    model, tokens = tiny("llama"), ids(count + sum(GO_ON))
-    cache = [RotatingKVCache(WINDOW, keep) for _ in make_prompt_cache(model.model)]
-    run(model, cache, tokens, [count - 3, 1, 1, 1])
+    live = build("llama")
+    live.make_cache = lambda: [RotatingKVCache(WINDOW, keep) for _ in range(2)]
+    model, tokens = loaded(live, "rings"), ids(count + sum(GO_ON))
+    cache = fill(model, tokens, [count - 3, 1, 1, 1])
     with pytest.raises(IncompatibleError, match="sliding"):
-        kvtool.capture(model, cache=cache)
-    states = kvtool.capture(model, tokens[:4]).states
-    probes = tuple(
-        replace(p, cls="RotatingKVCache", attention="sliding", window=WINDOW, params={"max_size": WINDOW, "keep": keep})
-        for p in kvtool.capture(model, tokens[:4]).probes
-    )
-    assert len(states) == len(probes)
-    from kvtool.snapshot import build_caches, take_states
-
-    snapshot = Snapshot(model.info, None, count, take_states(cache), probes)
-    kvtool.save(snapshot, tmp_path / "a.kv")
+        kvtool.capture(tiny("llama"), cache=cache)
+    kvtool.save(kvtool.capture(model, cache=cache, tokens=tokens[:count]), tmp_path / "a.kv")
     with kvtool.open(tmp_path / "a.kv") as archive:
-        back = build_caches(list(archive.states(probes, [])))
-    assert equal(run(model, back, tokens[count:], GO_ON), run(model, cache, tokens[count:], GO_ON))
+        full = count >= WINDOW
+        assert archive.manifest.layers[0].positions == (((0, 4), (count - 11, count)) if full and keep else ((max(0, count - 15), count),))
+    back = kvtool.load(tmp_path / "a.kv", model)
+    assert equal(run(model, back.cache, tokens[count:], GO_ON), run(model, cache, tokens[count:], GO_ON))
 
 
 def test_rows_of_a_batch(tmp_path: Path) -> None:
@@ -367,6 +360,21 @@ def test_both_frames_decode_to_the_same_keys(dtype: str, tmp_path: Path) -> None
         assert relative(k, back[frame]) < 4e-4
     assert relative(back["post"], back["pre"]) < 8e-4
     assert not mx.array_equal(back["post"], back["pre"]).item()
+
+
+@pytest.mark.parametrize("frame", ["pre", "post"])
+def test_many_blocks_are_one_array(frame: str, tmp_path: Path) -> None:
+    # 256 values a token: four blocks of tokens, whose keys grow, so that one block's error cannot stand for another's.
+    k = normal(8, 3500, 32) * mx.arange(1, 3501)[None, :, None] / 1000
+    assert k.size > 3 * BLOCK_VALUES
+    report = kvtool.save(synthetic(k, k, RopeSpec("default", 32, base=10000.0)), tmp_path / "a.kv", codec="rvq-4+4", frame=frame)
+    with kvtool.open(tmp_path / "a.kv") as archive:
+        back = archive.state(0).k
+    error = ((f64(k) - f64(back)) ** 2).sum() / (f64(k) ** 2).sum()
+    assert error < 4e-4 and report.quality["k_relative_error"] == pytest.approx(error, rel=1e-3)
+    # Each row by itself, so that rows of one block cannot hide among the others.
+    rows = ((f64(k) - f64(back)) ** 2).sum((0, 2)) / (f64(k) ** 2).sum((0, 2))
+    assert rows.max() < 2e-3
 
 
 def test_a_frame_that_cannot_be_is_said(tmp_path: Path) -> None:

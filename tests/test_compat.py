@@ -226,6 +226,15 @@ def test_a_file_that_contradicts_itself_is_refused(family: str, edit: Callable, 
         kvtool.load(tmp_path / "b.kv", model)
 
 
+def test_a_layer_of_an_unknown_class_is_not_decoded_either(tmp_path: Path, _reads: list[str]) -> None:
+    saved(tiny("llama"), tmp_path / "a.kv", 24)
+    rewrite(tmp_path / "a.kv", tmp_path / "b.kv", of_layer(0, cls="PagedKVCache"))
+    _reads.clear()
+    with kvtool.open(tmp_path / "b.kv") as archive, pytest.raises(IncompatibleError, match="PagedKVCache is not known"):
+        archive.state(0)
+    assert _reads == []
+
+
 def test_joined_ranges() -> None:
     assert list(joined([])) == []
     assert list(joined([(0, 3), (3, 5), (7, 9), (9, 10)])) == [(0, 5), (7, 10)]
