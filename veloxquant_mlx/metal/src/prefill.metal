@@ -225,8 +225,12 @@ METAL_FUNC void prefill(
       for (int e = 0; e < 2; e++) {
         const float p = prefill_weight(s[n].thread_elements()[e], top);
         added += p;
-        const int j = metal::min(base + n * 8 + column + e, length - 1);
-        s[n].thread_elements()[e] = VSCALE ? p * float(v_scale[head_row + j]) : p;
+        const int j = base + n * 8 + column + e;
+        if (VSCALE && mine.low <= j && j < mine.high) {
+          s[n].thread_elements()[e] = p * float(v_scale[head_row + j]);
+        } else {
+          s[n].thread_elements()[e] = p;
+        }
       }
     }
     total = total * keep + prefill_row_sum(added);
