@@ -88,6 +88,7 @@ ROWS = (
     ("values, halves to even", halves(-1), "float32"),
     ("values, ends of float16", overflowing, "float16"),
     ("values, not contiguous", strided(call((3, 40), -1, 32, 4)), "float32"),
+    ("values, more groups than SIMD-groups", call((8195, 16), -1, 16, 2, "float16"), "float16"),
     ("values, no rows", call((0, 8), -1, 4, 2), "float32"),
     ("values, 3 levels and a floor above the scale", call((3, 40), -1, 8, 2, eps=2.0), "float32"),
     ("values, 65535 levels", call((3, 40), -1, 40, 16), "float32"),

@@ -18,7 +18,7 @@ MAX_VALUES = (1 << 31) - 1024  # a grid and the sizes in `dims` are int32
 THREADS = 256
 SIMD = 32
 GROUPS_PER_BLOCK = THREADS // SIMD
-MAX_SIMDGROUPS = 1 << 20  # beyond, a SIMD-group takes several groups in turn
+MAX_SIMDGROUPS = 1 << 13  # beyond, a SIMD-group takes several groups in turn
 
 _COLUMNS = Kernel(
     name="kivi_group_columns",
