@@ -33,44 +33,28 @@ CACHE = HERE.parents[1] / ".cache" / "metal_emulation"
 COMPILERS = ("clang-19", "clang++-19", "clang-20", "clang-21")
 ACCESS_LIMIT = 400_000_000
 
+# fmt: off
 WARNINGS = (
-    *(
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-        "-Wno-unused",
-        "-Wno-unused-parameter",
-        "-Wno-user-defined-literals",
-        "-Wno-duplicate-decl-specifier",
-    ),
-    *("-Wno-sign-compare", "-Wno-missing-braces", "-Wno-missing-field-initializers", "-Wno-ignored-qualifiers", "-Wno-psabi"),
+    "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-unused-parameter", "-Wno-user-defined-literals",
+    "-Wno-duplicate-decl-specifier", "-Wno-sign-compare", "-Wno-missing-braces", "-Wno-missing-field-initializers",
+    "-Wno-ignored-qualifiers", "-Wno-psabi",
 )
+# Metal has no double: 0.1 is a float.
 LANGUAGE = (
-    "-x",
-    "c++",
-    "-std=c++17",
-    "-nostdinc",
-    "-nostdinc++",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-fno-strict-aliasing",
-    "-fno-math-errno",
+    "-x", "c++", "-nostdinc", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fno-math-errno",
+    "-Xclang", "-cl-single-precision-constant",
 )
-# Metal has no double; half and bfloat round after every operation; products and sums may fuse unless a pragma forbids it.
+# half and bfloat round after every operation; products and sums may fuse unless a pragma forbids it.
 ARITHMETIC = (
-    "-Xclang",
-    "-ffloat16-excess-precision=none",
-    "-Xclang",
-    "-fbfloat16-excess-precision=none",
-    "-ffp-contract=fast-honor-pragmas",
+    "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none", "-ffp-contract=fast-honor-pragmas",
 )
 CHECKS = (
-    *("-fsanitize=kernel-address", "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm", "-asan-opt-same-temp=0"),
-    *("-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1"),
-    *("-fsanitize=bounds,shift,integer-divide-by-zero,float-cast-overflow,return,unreachable", "-Xclang", "-fsanitize-minimal-runtime"),
-    *("-fno-sanitize-recover=bounds,shift,integer-divide-by-zero,float-cast-overflow", "-ftrivial-auto-var-init=pattern"),
+    "-fsanitize=kernel-address", "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm", "-asan-opt-same-temp=0",
+    "-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1",
+    "-fsanitize=bounds,shift,integer-divide-by-zero,float-cast-overflow,return,unreachable", "-Xclang", "-fsanitize-minimal-runtime",
+    "-fno-sanitize-recover=bounds,shift,integer-divide-by-zero,float-cast-overflow", "-ftrivial-auto-var-init=pattern",
 )
+# fmt: on
 
 
 class MetalFault(RuntimeError):

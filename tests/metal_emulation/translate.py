@@ -70,7 +70,7 @@ def translate(text: str) -> Translation:
         return match["lead"] + " ".join(declared)
 
     def checked(match: re.Match[str]) -> str:
-        return f"{match['lead']}static threadgroup {match['type']} {match['declarators']};"
+        return f"{match['lead']}extern threadgroup {match['type']} {match['declarators']};"
 
     def whole(replacement: str) -> str:
         joined = before + replacement + after
