@@ -11,14 +11,14 @@ constexpr __device__ __forceinline__ int codes_width(int count) {
 template <int LAYOUT, int BITS, typename T>
 __device__ __forceinline__ unsigned code_at(const T* row, int i) {
   constexpr unsigned mask = (1u << BITS) - 1;
-  if constexpr (LAYOUT == 1) {
+  if (LAYOUT == 1) {
     const int place = i * BITS;
     unsigned word = unsigned(row[place / 8]);
     if (place % 8 + BITS > 8) {
       word |= unsigned(row[place / 8 + 1]) << 8;
     }
     return word >> (place % 8) & mask;
-  } else if constexpr (LAYOUT == 2) {
+  } else if (LAYOUT == 2) {
     return unsigned(row[i / (32 / BITS)]) >> (i % (32 / BITS) * BITS) & mask;
   } else {
     return row[i] < T(0) ? 0u : unsigned(row[i]);

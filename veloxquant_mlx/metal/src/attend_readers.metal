@@ -11,14 +11,14 @@ METAL_FUNC constexpr int codes_width(int count) {
 template <int LAYOUT, int BITS, typename T>
 METAL_FUNC uint code_at(const device T* row, int i) {
   constexpr uint mask = (1u << BITS) - 1;
-  if constexpr (LAYOUT == 1) {
+  if (LAYOUT == 1) {
     const int place = i * BITS;
     uint word = uint(row[place / 8]);
     if (place % 8 + BITS > 8) {
       word |= uint(row[place / 8 + 1]) << 8;
     }
     return word >> (place % 8) & mask;
-  } else if constexpr (LAYOUT == 2) {
+  } else if (LAYOUT == 2) {
     return uint(row[i / (32 / BITS)]) >> (i % (32 / BITS) * BITS) & mask;
   } else {
     return row[i] < T(0) ? 0u : uint(row[i]);
