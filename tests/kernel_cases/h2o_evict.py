@@ -144,7 +144,7 @@ def common_errors(make, function, recent):
 
 ERRORS = common_errors(plain, FUNCTION, "grace")
 
-LENGTHS = (LengthCase(FUNCTION, lambda rng, n: plain(rng, 1 + n % 3, n, 32), (2, 5, 40)),)
+LENGTHS = (LengthCase(FUNCTION, lambda rng, n: plain(rng, 1 + n % 3, n, 32), (3, 5, 40)),)
 
 MUTATIONS = (
     Mutation(FUNCTION, "nan-first", "isnan(x) ? INFINITY : x", "isnan(x) ? -INFINITY : x", ("not-a-number",)),

@@ -17,13 +17,13 @@ LOWEST = Kernel(
     metal="""
   threadgroup float values[32];
   threadgroup int rows[32];
-  evict_lowest<NOISE>(
+  kvtool::evict_lowest<NOISE>(
       scores, gumbel, tau, dims, gone, values, rows, threadgroup_position_in_grid.y, thread_position_in_threadgroup.x,
       threads_per_threadgroup.x, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
 """,
     cuda="""
-  __shared__ EvictBest partial[32];
-  evict_lowest<NOISE>(scores, gumbel, tau, dims, gone, partial);
+  __shared__ kvtool::EvictBest partial[32];
+  kvtool::evict_lowest<NOISE>(scores, gumbel, tau, dims, gone, partial);
 """,
 )
 

@@ -38,12 +38,12 @@ _KERNEL = Kernel(
     outputs=("out", "lse"),
     sources=("prefill",),
     metal="""
-  prefill_stream<D, KEYS, ROWS, NORM, VSCALE>(
+  kvtool::prefill_stream<D, KEYS, ROWS, NORM, VSCALE>(
       q, k, v, scale, dims, start, k_norm, v_scale, out, lse, thread_position_in_grid.x / 32, thread_position_in_grid.y,
       thread_index_in_simdgroup);
 """,
     cuda="""
-  prefill_stream<D, KEYS, ROWS, NORM, VSCALE>(q, k, v, scale, dims, start, k_norm, v_scale, out, lse);
+  kvtool::prefill_stream<D, KEYS, ROWS, NORM, VSCALE>(q, k, v, scale, dims, start, k_norm, v_scale, out, lse);
 """,
 )
 

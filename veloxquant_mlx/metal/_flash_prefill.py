@@ -17,8 +17,8 @@ from veloxquant_mlx.metal._prefill import check_causal, check_plain, key_block, 
 _KERNEL = tile_kernel(
     "flash_prefill_attend",
     ("k", "v"),
-    """const PrefillPlain<KT, D> keys{k};
-  const PrefillPlain<VT, D> values{v};""",
+    """const kvtool::PrefillPlain<KT, D> keys{k};
+  const kvtool::PrefillPlain<VT, D> values{v};""",
     "KT",
     "VT",
 )

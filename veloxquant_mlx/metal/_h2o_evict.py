@@ -15,19 +15,19 @@ COMPACT = Kernel(
     outputs=("keys_out", "values_out", "scores_out", "positions_out"),
     sources=("evict",),
     metal="""
-  const EvictPlace at = evict_place<RENUMBER>(gone, positions, dims, thread_position_in_grid);
-  evict_key(keys, keys_out, table, at, dims[1]);
-  evict_copy(values, values_out, at.from, at.to, dims[2], at.pair);
-  evict_scalar(scores, scores_out, at);
-  evict_position(positions, positions_out, at);
+  const kvtool::EvictPlace at = kvtool::evict_place<RENUMBER>(gone, positions, dims, thread_position_in_grid);
+  kvtool::evict_key(keys, keys_out, table, at, dims[1]);
+  kvtool::evict_copy(values, values_out, at.from, at.to, dims[2], at.pair);
+  kvtool::evict_scalar(scores, scores_out, at);
+  kvtool::evict_position(positions, positions_out, at);
 """,
     cuda="""
-  const EvictPlace at = evict_place<RENUMBER>(gone, positions, dims);
+  const kvtool::EvictPlace at = kvtool::evict_place<RENUMBER>(gone, positions, dims);
   if (!at.inside) return;
-  evict_key(keys, keys_out, table, at, dims[1]);
-  evict_copy(values, values_out, at.from, at.to, dims[2], at.pair);
-  evict_scalar(scores, scores_out, at);
-  evict_position(positions, positions_out, at);
+  kvtool::evict_key(keys, keys_out, table, at, dims[1]);
+  kvtool::evict_copy(values, values_out, at.from, at.to, dims[2], at.pair);
+  kvtool::evict_scalar(scores, scores_out, at);
+  kvtool::evict_position(positions, positions_out, at);
 """,
 )
 

@@ -34,7 +34,7 @@ def tile_kernel(name: str, inputs: tuple[str, ...], readers: str, key_type: str,
   threadgroup {key_type} k_tile[TILE];
   threadgroup {value_type} v_tile[TILE];
   threadgroup int odd[4];
-  prefill<D, BK, NORM, BIAS, VSCALE>(
+  kvtool::prefill<D, BK, NORM, BIAS, VSCALE>(
       q, scale, dims, start, k_norm, k_bias, v_scale, out, lse, keys, values, k_tile, v_tile, odd,
       {_METAL_PLACE});
 """
@@ -42,7 +42,7 @@ def tile_kernel(name: str, inputs: tuple[str, ...], readers: str, key_type: str,
   {readers}
   __shared__ float4 q_tile[32 * D / 4];
   __shared__ float4 kv_tile[32 * (D + 4) / 4];
-  prefill<D, NORM, BIAS, VSCALE>(
+  kvtool::prefill<D, NORM, BIAS, VSCALE>(
       q, scale, dims, start, k_norm, k_bias, v_scale, out, lse, keys, values, (float*)q_tile, (float*)kv_tile);
 """
     return Kernel(name, (*COMMON, *inputs), ("out", "lse"), ("prefill",), metal, cuda)

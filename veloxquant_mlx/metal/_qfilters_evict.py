@@ -25,10 +25,10 @@ SCORE = Kernel(
     outputs=("scores",),
     sources=("evict",),
     metal="""
-  evict_project(keys, filters, dims, scores, thread_position_in_grid.y, thread_position_in_grid.x / 32, thread_index_in_simdgroup);
+  kvtool::evict_project(keys, filters, dims, scores, thread_position_in_grid.y, thread_position_in_grid.x / 32, thread_index_in_simdgroup);
 """,
     cuda="""
-  evict_project(keys, filters, dims, scores);
+  kvtool::evict_project(keys, filters, dims, scores);
 """,
 )
 
@@ -38,10 +38,10 @@ KEEP = Kernel(
     outputs=("kept",),
     sources=("evict",),
     metal="""
-  evict_keep(scores, thresholds, dims, kept, threadgroup_position_in_grid.y, thread_index_in_simdgroup);
+  kvtool::evict_keep(scores, thresholds, dims, kept, threadgroup_position_in_grid.y, thread_index_in_simdgroup);
 """,
     cuda="""
-  evict_keep(scores, thresholds, dims, kept);
+  kvtool::evict_keep(scores, thresholds, dims, kept);
 """,
 )
 
@@ -51,17 +51,17 @@ GATHER = Kernel(
     outputs=("keys_out", "values_out", "scores_out"),
     sources=("evict",),
     metal="""
-  const EvictPlace at = evict_gather_place(kept, dims, thread_position_in_grid);
-  evict_copy(keys, keys_out, at.from, at.to, dims[1], at.pair);
-  evict_copy(values, values_out, at.from, at.to, dims[2], at.pair);
-  evict_scalar(scores, scores_out, at);
+  const kvtool::EvictPlace at = kvtool::evict_gather_place(kept, dims, thread_position_in_grid);
+  kvtool::evict_copy(keys, keys_out, at.from, at.to, dims[1], at.pair);
+  kvtool::evict_copy(values, values_out, at.from, at.to, dims[2], at.pair);
+  kvtool::evict_scalar(scores, scores_out, at);
 """,
     cuda="""
-  const EvictPlace at = evict_gather_place(kept, dims);
+  const kvtool::EvictPlace at = kvtool::evict_gather_place(kept, dims);
   if (!at.inside) return;
-  evict_copy(keys, keys_out, at.from, at.to, dims[1], at.pair);
-  evict_copy(values, values_out, at.from, at.to, dims[2], at.pair);
-  evict_scalar(scores, scores_out, at);
+  kvtool::evict_copy(keys, keys_out, at.from, at.to, dims[1], at.pair);
+  kvtool::evict_copy(values, values_out, at.from, at.to, dims[2], at.pair);
+  kvtool::evict_scalar(scores, scores_out, at);
 """,
 )
 

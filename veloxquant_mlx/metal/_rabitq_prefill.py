@@ -21,8 +21,8 @@ MAX_CENTROIDS = 16
 _KERNEL = tile_kernel(
     "rabitq_prefill_attend",
     ("k_bits", "v_idx", "v_cents"),
-    """const PrefillSigns<D> keys{k_bits};
-  const PrefillNibbles<D> values{v_idx, v_cents, dims[7] - 1};""",
+    """const kvtool::PrefillSigns<D> keys{k_bits};
+  const kvtool::PrefillNibbles<D> values{v_idx, v_cents, dims[7] - 1};""",
     "half",
     "float",
 )

@@ -4,6 +4,8 @@
 #define EVICT_INF __int_as_float(0x7f800000)
 #define EVICT_NO_ROW 0x7fffffff
 
+namespace kvtool {
+
 // NaN never ranks as the smallest.
 __device__ inline float evict_rank(float x) {
   return x != x ? EVICT_INF : x;
@@ -204,3 +206,5 @@ __device__ inline EvictPlace evict_gather_place(const int* kept, const int* dims
   const size_t to = (size_t)blockIdx.y * dims[4] + row;
   return {(int)(thread % dims[3]), (size_t)blockIdx.y * dims[0] + kept[to], to, false, true};
 }
+
+}  // namespace kvtool

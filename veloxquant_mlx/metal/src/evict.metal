@@ -1,5 +1,7 @@
 // Eviction of rows from a full cache: choose a row, or a set of rows, and close the gaps. Rows are (group, row, element).
 
+namespace kvtool {
+
 // NaN never ranks as the smallest.
 METAL_FUNC float evict_rank(float x) {
   return isnan(x) ? INFINITY : x;
@@ -8,7 +10,7 @@ METAL_FUNC float evict_rank(float x) {
 // What a row is ranked by: score + tau * gumbel in two roundings, as the reference has it; without noise the score alone.
 template <bool NOISE>
 METAL_FUNC float evict_selection(const device float* scores, const device float* gumbel, float tau, size_t i) {
-#pragma clang fp contract(off)
+#pragma METAL fp contract(off)
   if (!NOISE) {
     return evict_rank(scores[i]);
   }
@@ -92,7 +94,7 @@ METAL_FUNC void evict_copy(const device T* in, device T* out, size_t from, size_
 // A pair of a key: turned back by one position if its row has moved up. float32 without contraction, one rounding.
 template <typename T>
 METAL_FUNC void evict_key(const device T* in, device T* out, const device float* table, EvictPlace at, int width) {
-#pragma clang fp contract(off)
+#pragma METAL fp contract(off)
   if (!at.moved) {
     evict_copy(in, out, at.from, at.to, width, at.pair);
     return;
@@ -181,3 +183,5 @@ METAL_FUNC EvictPlace evict_gather_place(const device int* kept, const device in
   const size_t to = size_t(thread_at.y) * dims[4] + row;
   return {int(thread_at.x) % dims[3], size_t(thread_at.y) * dims[0] + kept[to], to, false};
 }
+
+}  // namespace kvtool

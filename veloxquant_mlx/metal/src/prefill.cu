@@ -10,6 +10,8 @@
 #define PREFILL_BK 32    // keys of a tile: one for each lane
 #define PREFILL_THREADS 128
 
+namespace kvtool {
+
 enum PrefillDims { PREFILL_HEADS, PREFILL_GROUP, PREFILL_QUERIES, PREFILL_KEYS, PREFILL_CAUSAL, PREFILL_WINDOW, PREFILL_START };
 
 // ---- Readers: `eight` decodes elements d .. d + 7 of a row, d a multiple of 8
@@ -363,3 +365,5 @@ __device__ inline void prefill_stream(
     }
   }
 }
+
+}  // namespace kvtool

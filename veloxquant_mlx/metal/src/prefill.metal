@@ -3,6 +3,8 @@
 
 #define PREFILL_UNROLL _Pragma("clang loop unroll(full)")
 
+namespace kvtool {
+
 constant constexpr float PREFILL_LOG2E = 1.44269504088896340736f;
 constant constexpr float PREFILL_LN2 = 0.69314718055994530942f;
 constant constexpr int PREFILL_ROWS = 32;  // queries of a tile, 8 for each of 4 SIMD-groups
@@ -399,3 +401,5 @@ METAL_FUNC void prefill_stream(
     }
   }
 }
+
+}  // namespace kvtool
