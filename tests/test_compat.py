@@ -356,6 +356,8 @@ def test_names_shapes_and_dtypes_count(weights: dict[str, mx.array], tmp_path: P
     variants = [
         weights,
         {("other" if n == first else n): w for n, w in weights.items()},
+        # A name that stays first in the order.
+        {(f"{n}0" if n == first else n): w for n, w in weights.items()},
         {n: (w.reshape(8, 16) if n == first else w) for n, w in weights.items()},
         {n: (w.view(mx.uint32) if n == first else w) for n, w in weights.items()},
         {n: w for n, w in weights.items() if n != first},
