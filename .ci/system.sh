@@ -2,11 +2,36 @@
 # Debian packages that kvtool profits from. As root on Debian they are installed; elsewhere what is missing is named, and the build goes on.
 set -eu
 extra=${1:-}
-[ "$extra" = cpu ] || exit 0
-for lib in /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0; do
-  [ -e "$lib" ] && exit 0
-done
+missing=
+
+note() { echo "note: $1 (Debian: apt-get install $2)" >&2; }
+
+have_openblas() {
+  for lib in /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0; do
+    [ -e "$lib" ] && return 0
+  done
+  return 1
+}
+have_clang() { [ "$(uname -sm)" != "Linux x86_64" ] || command -v clang-19 >/dev/null; }
+
+check() {
+  missing=
+  [ "$extra" != cpu ] || have_openblas || missing="$missing libopenblas0-pthread"
+  have_clang || missing="$missing clang-19"
+}
+
+check
+[ -n "$missing" ] || exit 0
 if [ -r /etc/debian_version ] && [ "$(id -u)" = 0 ]; then
-  apt-get update -q >/dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -q libopenblas0-pthread >/dev/null && exit 0
+  apt-get update -q >/dev/null || true
+  for package in $missing; do
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$package" >/dev/null || true
+  done
+  check
 fi
-echo "note: OpenBLAS not found; MLX's CPU build then runs about 15 times slower (Debian: apt-get install libopenblas0-pthread)" >&2
+for package in $missing; do
+  case $package in
+    libopenblas0-pthread) note "OpenBLAS not found; MLX's CPU build then runs about 15 times slower" "$package" ;;
+    clang-19) note "clang 19 not found; the tests then skip the Metal kernels" "$package" ;;
+  esac
+done

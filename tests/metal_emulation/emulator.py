@@ -30,7 +30,6 @@ from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template
 
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "metal_emulation"
-COMPILERS = ("clang-19", "clang++-19", "clang-20", "clang-21")
 ACCESS_LIMIT = 400_000_000
 
 # fmt: off
@@ -63,7 +62,7 @@ class MetalFault(RuntimeError):
 
 @cache
 def compiler() -> str | None:
-    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    return shutil.which("clang-19")
 
 
 @cache
