@@ -66,7 +66,7 @@ CASES = (
     # Compile-time constants.
     case("D32-uint8", D=32, S=70, index="uint8", lse=True),
     case("D96-bf16", D=96, S=33, dtype="bfloat16", codebook="bfloat16", index="uint32"),
-    case("D96-group-3", D=96, group=3, H=1, Q=2, S=37, n_sub=4, n_sub_v=6),
+    case("D96-group-3", D=96, group=3, H=2, Q=2, S=37, n_sub=4, n_sub_v=6),
     case("D128-group-4-fp16", D=128, group=4, H=1, S=67, dtype="float16", codebook="float16", index="uint16", entries=256),
     case("D256-group-8", D=256, group=8, H=1, S=20, Q=2, n_sub=1, n_sub_v=2),
     case("lsb8-5-bits", packed("lsb8", 5), S=21),

@@ -169,7 +169,7 @@ MUTATIONS = (
     Mutation(
         FUNCTION, "stage-without-barrier", "  threadgroup_barrier(mem_flags::mem_threadgroup);\n}", "}", ("prime", "larger-than-a-block")
     ),
-    Mutation(FUNCTION, "bit-order-of-words", "(i % (32 / BITS) * BITS)", "((32 / BITS - 1 - i % (32 / BITS)) * BITS)", ("lsb32",)),
+    Mutation(FUNCTION, "bit-order-of-words", "(i % per * BITS)) & ((1u", "((per - 1 - i % per) * BITS)) & ((1u", ("lsb32",)),
     Mutation(FUNCTION, "shuffle-off-by-one", "offset = LANES / 2; offset > 0", "offset = LANES / 2; offset > 1", ("prime",)),
     Mutation(FUNCTION, "rotation-transposed", "rotation[size_t(i) * D + d]", "rotation[size_t(d) * D + i]", ("rotation",)),
 )

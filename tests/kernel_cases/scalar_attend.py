@@ -180,7 +180,7 @@ MUTATIONS = (
     Mutation(FUNCTION, "group-of-token-floor", "((tokens - 1) / GROUP + 1)", "(tokens / GROUP)", ("prime",)),
     Mutation(FUNCTION, "beyond-D", "d0 + e < D ? metal::fma(float(", "true ? metal::fma(float(", ("ragged-groups",)),
     Mutation(FUNCTION, "odd-simd-group-lost", "(active + 1) / 2;\n    if", "active / 2;\n    if", ("nsg-3",)),
-    Mutation(FUNCTION, "code-straddles-bytes", "place % 8 + BITS > 8", "place % 8 + BITS > 9", ("lsb8-3-and-5-bits",)),
+    Mutation(FUNCTION, "code-straddles-bytes", "shift + BITS > 8", "shift + BITS > 9", ("lsb8-3-and-5-bits",)),
     Mutation(
         FUNCTION,
         "address-space",

@@ -32,7 +32,7 @@ const unsigned thread_index_in_threadgroup = threadIdx.x;
 """
 _CUDA_PLACE = "blockIdx.x, blockIdx.y, threadIdx.x / 32, threadIdx.x % 32"
 _ATTEND = """
-attend<decltype(keys), decltype(values), D, E, LANES, RB, NSG, NORM, BIAS, VSCALE>(
+kvtool::attend<decltype(keys), decltype(values), D, E, LANES, RB, NSG, NORM, BIAS, VSCALE>(
     q, q_scale, dims, start, k_norm, k_bias, v_scale, out, lse, keys, values, pool, {place});
 """
 
@@ -46,7 +46,7 @@ def attend_kernel(name: str, inputs: tuple[str, ...], readers: str) -> Kernel:
     """
     metal = _METAL_MEMORY + readers + _ATTEND.format(place=_METAL_PLACE)
     cuda = _CUDA_MEMORY + readers + _ATTEND.format(place=_CUDA_PLACE)
-    return Kernel(name, (*COMMON, *inputs), ("out", "lse"), ("attend", "attend_readers"), metal, cuda)
+    return Kernel(name, (*COMMON, *inputs), ("out", "lse"), ("bits", "attend", "attend_readers"), metal, cuda)
 
 
 FINISH = Kernel(
@@ -55,9 +55,10 @@ FINISH = Kernel(
     outputs=("out", "lse"),
     sources=("attend",),
     metal="""threadgroup float merged[D];
-attend_finish<D>(parts, part_lse, rotation, dims, out, lse, merged, threadgroup_position_in_grid.x, thread_index_in_threadgroup);""",
+kvtool::attend_finish<D>(
+    parts, part_lse, rotation, dims, out, lse, merged, threadgroup_position_in_grid.x, thread_index_in_threadgroup);""",
     cuda="""__shared__ float merged[D];
-attend_finish<D>(parts, part_lse, rotation, dims, out, lse, merged, blockIdx.x, threadIdx.x);""",
+kvtool::attend_finish<D>(parts, part_lse, rotation, dims, out, lse, merged, blockIdx.x, threadIdx.x);""",
 )
 
 

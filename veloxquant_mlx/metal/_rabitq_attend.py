@@ -23,9 +23,9 @@ NIBBLE_CENTROIDS = 16
 _KERNEL = attend_kernel(
     "rabitq_fused_attend",
     ("k_bits", "v_idx", "v_cents"),
-    """stage(v_cents, tables, dims[9], thread_index_in_threadgroup, NSG * 32);
-SignKeys<D, E> keys{k_bits, dims[3]};
-TableReader<D, E, LAYOUT, BITS, T> values{v_idx, tables, dims[9], dims[3]};""",
+    """kvtool::stage(v_cents, tables, dims[9], thread_index_in_threadgroup, NSG * 32);
+kvtool::SignKeys<D, E> keys{k_bits, dims[3]};
+kvtool::TableReader<D, E, LAYOUT, BITS, T> values{v_idx, tables, dims[9], dims[3]};""",
 )
 
 

@@ -23,11 +23,11 @@ MAX_BITS = 8
 _KERNEL = attend_kernel(
     "turboquant_fused_rvq_decode_attend",
     ("k_indices1", "k_indices2", "centroids1", "centroids2", "v_indices", "v_codebook"),
-    """stage(centroids1, tables, 1 << BITS1, thread_index_in_threadgroup, NSG * 32);
-stage(centroids2, tables + (1 << BITS1), 1 << BITS2, thread_index_in_threadgroup, NSG * 32);
-DenseKeys<TwoStageReader<D, E, LAYOUT, BITS1, BITS2, T>, D, E> keys{
+    """kvtool::stage(centroids1, tables, 1 << BITS1, thread_index_in_threadgroup, NSG * 32);
+kvtool::stage(centroids2, tables + (1 << BITS1), 1 << BITS2, thread_index_in_threadgroup, NSG * 32);
+kvtool::DenseKeys<kvtool::TwoStageReader<D, E, LAYOUT, BITS1, BITS2, T>, D, E> keys{
     {{k_indices1, tables, 1 << BITS1, dims[3]}, {k_indices2, tables + (1 << BITS1), 1 << BITS2, dims[3]}}};
-VectorReader<D, E, SUB, LAYOUT, BITSV, T> values{v_indices, v_codebook, 1 << BITSV, dims[3]};""",
+kvtool::VectorReader<D, E, SUB, LAYOUT, BITSV, T> values{v_indices, v_codebook, 1 << BITSV, dims[3]};""",
 )
 
 

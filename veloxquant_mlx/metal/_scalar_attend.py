@@ -24,8 +24,8 @@ MAX_BITS = 8
 _KERNEL = attend_kernel(
     "scalar_fused_decode_attend",
     ("k_codes", "k_scale", "k_zero", "v_codes", "v_token_scale", "v_zero"),
-    """DenseKeys<ChannelAffineReader<D, E, GROUP, LAYOUT, BITSK, T, AK>, D, E> keys{{k_codes, k_scale, k_zero, dims[3]}};
-TokenAffineReader<D, E, GROUP, LAYOUT, BITSV, T, AV> values{v_codes, v_token_scale, v_zero, dims[3]};
+    """kvtool::DenseKeys<kvtool::ChannelAffineReader<D, E, GROUP, LAYOUT, BITSK, T, AK>, D, E> keys{{k_codes, k_scale, k_zero, dims[3]}};
+kvtool::TokenAffineReader<D, E, GROUP, LAYOUT, BITSV, T, AV> values{v_codes, v_token_scale, v_zero, dims[3]};
 (void)tables;""",
 )
 

@@ -32,8 +32,8 @@ INDICES = (mx.uint8, mx.uint16, mx.int32, mx.uint32)
 _KERNEL = attend_kernel(
     "metal_fused_sdpa",
     ("k_indices", "k_codebook", "v_indices", "v_codebook"),
-    """DenseKeys<VectorReader<D, E, SUBK, LAYOUT, BITS, TK>, D, E> keys{{k_indices, k_codebook, dims[9], dims[3]}};
-VectorReader<D, E, SUBV, LAYOUT, BITS, TV> values{v_indices, v_codebook, dims[9], dims[3]};
+    """kvtool::DenseKeys<kvtool::VectorReader<D, E, SUBK, LAYOUT, BITS, TK>, D, E> keys{{k_indices, k_codebook, dims[9], dims[3]}};
+kvtool::VectorReader<D, E, SUBV, LAYOUT, BITS, TV> values{v_indices, v_codebook, dims[9], dims[3]};
 (void)tables;""",
 )
 

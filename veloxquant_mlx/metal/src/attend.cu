@@ -7,6 +7,8 @@
 
 #define ATTEND_UNROLL _Pragma("unroll")
 
+namespace kvtool {
+
 constexpr float ATTEND_LOG2E = 1.44269504088896340736f;
 #define ATTEND_INF __int_as_float(0x7f800000)
 constexpr float ATTEND_LN2 = 0.69314718055994530942f;
@@ -97,10 +99,10 @@ __device__ __forceinline__ void attend(
     Keys keys,
     Values values,
     float* pool,
-    unsigned group,
-    unsigned split,
-    unsigned sg,
-    unsigned lane) {
+    uint32_t group,
+    uint32_t split,
+    uint32_t sg,
+    uint32_t lane) {
   constexpr int TOGETHER = 32 / LANES;
   const int kv_heads = dims[ATTEND_HEADS];
   const int heads = dims[ATTEND_GROUP];
@@ -254,8 +256,8 @@ __device__ __forceinline__ void attend_finish(
     O* out,
     float* lse,
     float* merged,
-    unsigned row,
-    unsigned d) {
+    uint32_t row,
+    uint32_t d) {
   const int splits = dims[0];
   part_lse += size_t(row) * splits;
   parts += size_t(row) * splits * D;
@@ -285,3 +287,5 @@ __device__ __forceinline__ void attend_finish(
   }
   out[size_t(row) * D + d] = O(value);
 }
+
+}  // namespace kvtool

@@ -7,6 +7,8 @@
 
 #define ATTEND_UNROLL _Pragma("clang loop unroll(full)")
 
+namespace kvtool {
+
 constant constexpr float ATTEND_LOG2E = 1.44269504088896340736f;
 constant constexpr float ATTEND_LN2 = 0.69314718055994530942f;
 
@@ -284,3 +286,5 @@ METAL_FUNC void attend_finish(
   }
   out[size_t(row) * D + d] = O(value);
 }
+
+}  // namespace kvtool

@@ -3,31 +3,35 @@
 // Codes of a row: LAYOUT 0 one an element, 1 "lsb8" (a little-endian bit stream), 2 "lsb32" (32 / BITS a word from the lowest bit on).
 // Codes beyond a table are clamped to its last entry.
 
-template <int LAYOUT, int BITS>
-constexpr __device__ __forceinline__ int codes_width(int count) {
-  return LAYOUT == 1 ? (count * BITS + 7) / 8 : LAYOUT == 2 ? (count + 32 / BITS - 1) / (32 / BITS) : count;
-}
+namespace kvtool {
 
-template <int LAYOUT, int BITS, typename T>
-__device__ __forceinline__ unsigned code_at(const T* row, int i) {
-  constexpr unsigned mask = (1u << BITS) - 1;
-  if (LAYOUT == 1) {
-    const int place = i * BITS;
-    unsigned word = unsigned(row[place / 8]);
-    if (place % 8 + BITS > 8) {
-      word |= unsigned(row[place / 8 + 1]) << 8;
-    }
-    return word >> (place % 8) & mask;
-  } else if (LAYOUT == 2) {
-    return unsigned(row[i / (32 / BITS)]) >> (i % (32 / BITS) * BITS) & mask;
-  } else {
-    return row[i] < T(0) ? 0u : unsigned(row[i]);
+template <int LAYOUT, int BITS>
+struct Codes {
+  static constexpr __device__ __forceinline__ int width(int count) {
+    return LAYOUT == 1 ? (count * BITS + 7) / 8 : (count + 32 / BITS - 1) / (32 / BITS);
   }
-}
+
+  template <typename T>
+  static __device__ __forceinline__ uint32_t at(const T* row, int i) {
+    return unpack<BITS>(row, uint32_t(i));
+  }
+};
+
+template <int BITS>
+struct Codes<0, BITS> {
+  static constexpr __device__ __forceinline__ int width(int count) {
+    return count;
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ uint32_t at(const T* row, int i) {
+    return row[i] < T(0) ? 0u : uint32_t(row[i]);
+  }
+};
 
 // Copy a table into shared memory, for the whole block.
-__device__ __forceinline__ void stage(const float* source, float* table, int count, unsigned thread_, unsigned threads) {
-  for (unsigned i = thread_; i < unsigned(count); i += threads) {
+__device__ __forceinline__ void stage(const float* source, float* table, int count, uint32_t thread_, uint32_t threads) {
+  for (uint32_t i = thread_; i < uint32_t(count); i += threads) {
     table[i] = source[i];
   }
   __syncthreads();
@@ -42,10 +46,10 @@ struct TableReader {
   int tokens;
 
   __device__ __forceinline__ void load(float* x, int head, int j, int d0) {
-    const T* row = codes + (size_t(head) * tokens + j) * codes_width<LAYOUT, BITS>(D);
+    const T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D);
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
-      x[e] = d0 + e < D ? table[min(code_at<LAYOUT, BITS>(row, d0 + e), unsigned(entries - 1))] : 0.0f;
+      x[e] = d0 + e < D ? table[min(Codes<LAYOUT, BITS>::at(row, d0 + e), uint32_t(entries - 1))] : 0.0f;
     }
   }
 };
@@ -76,7 +80,7 @@ struct VectorReader {
   int tokens;
 
   __device__ __forceinline__ void load(float* x, int head, int j, int d0) {
-    const T* row = codes + (size_t(head) * tokens + j) * codes_width<LAYOUT, BITS>(D / SUB);
+    const T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D / SUB);
     const float* entry = codebook;
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
@@ -86,7 +90,7 @@ struct VectorReader {
         continue;
       }
       if (e == 0 || d % SUB == 0) {
-        entry = codebook + size_t(min(code_at<LAYOUT, BITS>(row, d / SUB), unsigned(entries - 1))) * SUB;
+        entry = codebook + size_t(min(Codes<LAYOUT, BITS>::at(row, d / SUB), uint32_t(entries - 1))) * SUB;
       }
       x[e] = entry[d % SUB];
     }
@@ -114,10 +118,10 @@ struct ChannelAffineReader {
         zero[e] = d0 + e < D ? float(zeros[base + e]) : 0.0f;
       }
     }
-    const T* row = codes + (size_t(head) * tokens + j) * codes_width<LAYOUT, BITS>(D);
+    const T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D);
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
-      x[e] = d0 + e < D ? fmaf(float(code_at<LAYOUT, BITS>(row, d0 + e)), scale[e], zero[e]) : 0.0f;
+      x[e] = d0 + e < D ? fmaf(float(Codes<LAYOUT, BITS>::at(row, d0 + e)), scale[e], zero[e]) : 0.0f;
     }
   }
 };
@@ -132,7 +136,7 @@ struct TokenAffineReader {
 
   __device__ __forceinline__ void load(float* x, int head, int j, int d0) {
     const size_t token = size_t(head) * tokens + j;
-    const T* row = codes + token * codes_width<LAYOUT, BITS>(D);
+    const T* row = codes + token * Codes<LAYOUT, BITS>::width(D);
     const size_t base = token * ((D - 1) / GROUP + 1);
     float scale = 0;
     float zero = 0;
@@ -147,7 +151,7 @@ struct TokenAffineReader {
         scale = float(scales[base + d / GROUP]);
         zero = float(zeros[base + d / GROUP]);
       }
-      x[e] = fmaf(float(code_at<LAYOUT, BITS>(row, d)), scale, zero);
+      x[e] = fmaf(float(Codes<LAYOUT, BITS>::at(row, d)), scale, zero);
     }
   }
 };
@@ -195,11 +199,11 @@ struct SignKeys {
   int tokens;
 
   struct Key {
-    unsigned x[(E + 31) / 32];
+    uint32_t x[(E + 31) / 32];
   };
 
   struct Query {
-    unsigned x[(E + 31) / 32];
+    uint32_t x[(E + 31) / 32];
     int elements;
 
     template <typename Q>
@@ -233,7 +237,9 @@ struct SignKeys {
     }
     ATTEND_UNROLL
     for (int e = 0; e < E; e += 8) {
-      key.x[e / 32] |= d0 + e < D ? unsigned(row[(d0 + e) / 8]) << (e % 32) : 0u;
+      key.x[e / 32] |= d0 + e < D ? uint32_t(row[(d0 + e) / 8]) << (e % 32) : 0u;
     }
   }
 };
+
+}  // namespace kvtool

@@ -3,27 +3,31 @@
 // Codes of a row: LAYOUT 0 one an element, 1 "lsb8" (a little-endian bit stream), 2 "lsb32" (32 / BITS a word from the lowest bit on).
 // Codes beyond a table are clamped to its last entry.
 
-template <int LAYOUT, int BITS>
-METAL_FUNC constexpr int codes_width(int count) {
-  return LAYOUT == 1 ? (count * BITS + 7) / 8 : LAYOUT == 2 ? (count + 32 / BITS - 1) / (32 / BITS) : count;
-}
+namespace kvtool {
 
-template <int LAYOUT, int BITS, typename T>
-METAL_FUNC uint code_at(const device T* row, int i) {
-  constexpr uint mask = (1u << BITS) - 1;
-  if (LAYOUT == 1) {
-    const int place = i * BITS;
-    uint word = uint(row[place / 8]);
-    if (place % 8 + BITS > 8) {
-      word |= uint(row[place / 8 + 1]) << 8;
-    }
-    return word >> (place % 8) & mask;
-  } else if (LAYOUT == 2) {
-    return uint(row[i / (32 / BITS)]) >> (i % (32 / BITS) * BITS) & mask;
-  } else {
+template <int LAYOUT, int BITS>
+struct Codes {
+  static METAL_FUNC constexpr int width(int count) {
+    return LAYOUT == 1 ? (count * BITS + 7) / 8 : (count + 32 / BITS - 1) / (32 / BITS);
+  }
+
+  template <typename T>
+  static METAL_FUNC uint at(const device T* row, int i) {
+    return unpack<BITS>(row, uint(i));
+  }
+};
+
+template <int BITS>
+struct Codes<0, BITS> {
+  static METAL_FUNC constexpr int width(int count) {
+    return count;
+  }
+
+  template <typename T>
+  static METAL_FUNC uint at(const device T* row, int i) {
     return row[i] < T(0) ? 0u : uint(row[i]);
   }
-}
+};
 
 // Copy a table into threadgroup memory, for the whole threadgroup.
 METAL_FUNC void stage(const device float* source, threadgroup float* table, int count, uint thread_, uint threads) {
@@ -42,10 +46,10 @@ struct TableReader {
   int tokens;
 
   METAL_FUNC void load(thread float* x, int head, int j, int d0) {
-    const device T* row = codes + (size_t(head) * tokens + j) * codes_width<LAYOUT, BITS>(D);
+    const device T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D);
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
-      x[e] = d0 + e < D ? table[metal::min(code_at<LAYOUT, BITS>(row, d0 + e), uint(entries - 1))] : 0.0f;
+      x[e] = d0 + e < D ? table[metal::min(Codes<LAYOUT, BITS>::at(row, d0 + e), uint(entries - 1))] : 0.0f;
     }
   }
 };
@@ -76,7 +80,7 @@ struct VectorReader {
   int tokens;
 
   METAL_FUNC void load(thread float* x, int head, int j, int d0) {
-    const device T* row = codes + (size_t(head) * tokens + j) * codes_width<LAYOUT, BITS>(D / SUB);
+    const device T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D / SUB);
     const device float* entry = codebook;
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
@@ -86,7 +90,7 @@ struct VectorReader {
         continue;
       }
       if (e == 0 || d % SUB == 0) {
-        entry = codebook + size_t(metal::min(code_at<LAYOUT, BITS>(row, d / SUB), uint(entries - 1))) * SUB;
+        entry = codebook + size_t(metal::min(Codes<LAYOUT, BITS>::at(row, d / SUB), uint(entries - 1))) * SUB;
       }
       x[e] = entry[d % SUB];
     }
@@ -114,10 +118,10 @@ struct ChannelAffineReader {
         zero[e] = d0 + e < D ? float(zeros[base + e]) : 0.0f;
       }
     }
-    const device T* row = codes + (size_t(head) * tokens + j) * codes_width<LAYOUT, BITS>(D);
+    const device T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D);
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
-      x[e] = d0 + e < D ? metal::fma(float(code_at<LAYOUT, BITS>(row, d0 + e)), scale[e], zero[e]) : 0.0f;
+      x[e] = d0 + e < D ? metal::fma(float(Codes<LAYOUT, BITS>::at(row, d0 + e)), scale[e], zero[e]) : 0.0f;
     }
   }
 };
@@ -132,7 +136,7 @@ struct TokenAffineReader {
 
   METAL_FUNC void load(thread float* x, int head, int j, int d0) {
     const size_t token = size_t(head) * tokens + j;
-    const device T* row = codes + token * codes_width<LAYOUT, BITS>(D);
+    const device T* row = codes + token * Codes<LAYOUT, BITS>::width(D);
     const size_t base = token * ((D - 1) / GROUP + 1);
     float scale = 0;
     float zero = 0;
@@ -147,7 +151,7 @@ struct TokenAffineReader {
         scale = float(scales[base + d / GROUP]);
         zero = float(zeros[base + d / GROUP]);
       }
-      x[e] = metal::fma(float(code_at<LAYOUT, BITS>(row, d)), scale, zero);
+      x[e] = metal::fma(float(Codes<LAYOUT, BITS>::at(row, d)), scale, zero);
     }
   }
 };
@@ -237,3 +241,5 @@ struct SignKeys {
     }
   }
 };
+
+}  // namespace kvtool
