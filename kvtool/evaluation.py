@@ -49,7 +49,8 @@ class EvalReport:
     """Scores of a file on one text.
 
     Attributes:
-        path: the file; model: who scored it; codec: what the file's codecs are, by id.
+        path: the file; model: who scored it; codecs: what the file's codecs are, by id.
+        quality: the file's own record of its lossy steps and their measured error, oldest first.
         prefix: tokens in the cache.
         n: positions scored.
         arms: one result an arm.
@@ -58,6 +59,7 @@ class EvalReport:
     path: str
     model: str
     codecs: tuple[str, ...]
+    quality: tuple[dict[str, Any], ...]
     prefix: int
     n: int
     arms: tuple[ArmResult, ...]
@@ -115,7 +117,7 @@ def evaluate(
         scores = score_caches(model, caches, ids, n, progress)
         codecs = tuple(dict.fromkeys(c.id for c in archive.manifest.codecs))
         results = tuple(_result(arm, scores[arm], seconds[arm]) for arm in caches)
-        return EvalReport(archive.path, model.info.name, codecs, len(prefix), n, results)
+        return EvalReport(archive.path, model.info.name, codecs, tuple(archive.manifest.quality), len(prefix), n, results)
     finally:
         if archive is not source:
             archive.close()

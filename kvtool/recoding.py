@@ -65,10 +65,10 @@ def recode(
         raise ValueError("[recode] give to_model or rope_theta, not both.")
     if rope_theta is not None and not 0 < rope_theta <= MAX_BASE:
         raise ValueError(f"[recode] rope_theta must be positive and at most {MAX_BASE:g}, but got {rope_theta}.")
-    if to_model is None and rope_theta is None and shift == 0 and codec is None:
-        raise ValueError("[recode] nothing to do: give to_model, rope_theta, shift or codec.")
     if codec is None and (sink, recent, frame) != (None, None, None):
         raise ValueError("[recode] sink, recent and frame go with a codec.")
+    if to_model is None and rope_theta is None and shift == 0 and codec is None:
+        raise ValueError("[recode] nothing to do: give to_model, rope_theta, shift or codec.")
     with open_archive(source) as archive:
         manifest = archive.manifest
         probes = None if to_model is None else _fit(archive, to_model)

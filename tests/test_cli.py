@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from formats.container import open_container
 from kvtool.cli import run
@@ -130,6 +131,26 @@ def test_mlx_lm_generate_takes_the_file(files: dict[str, Path], tmp_path: Path) 
     ]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
+
+
+def test_the_file_for_mlx_lm_names_a_model_that_mlx_lm_finds(files: dict[str, Path], tmp_path: Path) -> None:
+    target = tmp_path / "out.safetensors"
+    assert run(["import", str(files["raw"]), "--model", "tiny-a", "--to", "mlx-lm", str(target)]) == 0
+    assert load_prompt_cache(str(target), return_metadata=True)[1]["model"] == str(path("tiny-a"))
+    assert run(["import", str(files["raw"]), "--model", "tiny-a", "--to", "mlx-lm", str(tmp_path / "b.safetensors"), "--prompt", "a"]) == 2
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_a_prompt_cache_of_another_model_is_refused(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """tiny-a's cache fits tiny-b's shapes, and mlx-lm's file names the model that computed it."""
+    target, export = str(tmp_path / "out.safetensors"), ["export", "-o", str(tmp_path / "x.kv"), "--from-cache"]
+    assert run(["import", str(files["raw"]), "--model", "tiny-a", "--to", "mlx-lm", target]) == 0
+    assert run([*export, target, "--model", "tiny-b"]) == 5
+    assert "weights are not those of tiny-b" in capsys.readouterr().err and not (tmp_path / "x.kv").exists()
+    named = str(tmp_path / "named.safetensors")
+    save_prompt_cache(named, load_prompt_cache(target), {"model": "org/elsewhere"})
+    assert run([*export, named, "--model", "tiny-a"]) == 0
+    assert "org/elsewhere" in capsys.readouterr().err
 
 
 def test_inspect_check_diff(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,5 +102,13 @@ def save_lines(report: Any) -> str:
     return "\n".join(lines)
 
 
+def quality_line(step: dict[str, Any]) -> str:
+    """One entry of a file's quality record as text."""
+    figures = [f"{label} {step[key]:.3g}" for key, label in (("k_relative_error", "keys"), ("v_relative_error", "values")) if key in step]
+    before = ", of what mlx-lm had quantised" if step.get("requantised") else ""
+    error = f"squared error / energy: {', '.join(figures)}" if figures else "no added error"
+    return f"{step['step']} {step.get('codec', '')}{before}: {error}"
+
+
 def show_problem(error: KVError) -> str:
     return f"{type(error).__name__}: {error}"

@@ -2,7 +2,7 @@
 
 import click
 
-from kvtool.cli._common import bar, dtype_option, emit, json_option, model_option, read_text
+from kvtool.cli._common import bar, dtype_option, emit, json_option, model_option, quality_line, read_text
 
 
 @click.command("eval")
@@ -34,6 +34,7 @@ def command(source: str, model_name: str, text_file: str, arms: str, tokens: int
         )
     lines = [
         f"{report.path} in {report.model}: {report.prefix} tokens cached ({', '.join(report.codecs)}), {report.n} scored",
+        *(f"quality    {quality_line(step)}" for step in report.quality),
         f"{'arm':<12} {'NLL':>8} {'KL(own||arm)':>13} {'KL p99':>9} {'top-1':>7} {'ready in':>9}",
     ]
     lines += [f"{a.arm:<12} {a.nll:8.4f} {a.kl:13.5f} {a.kl_p99:9.4f} {a.top1:7.4f} {a.seconds:7.2f} s" for a in report.arms]

@@ -1,9 +1,12 @@
 """`kvtool export`: run a prompt once and keep its KV cache in a file."""
 
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from formats.errors import IncompatibleError
 from kvtool.cli._common import (
     bar,
     dtype_option,
@@ -11,12 +14,16 @@ from kvtool.cli._common import (
     frame_option,
     json_option,
     model_option,
+    note,
     read_text,
     read_tokens,
     recent_option,
     save_lines,
     sink_option,
 )
+
+if TYPE_CHECKING:
+    from kvtool.model import LoadedModel
 
 
 @click.command("export")
@@ -77,7 +84,8 @@ def command(
     plan = codec_plan(codec, sink, recent, frame)
     model = load_model(model_name, dtype=dtype)
     if from_cache is not None:
-        states, _ = states_from_prompt_cache(from_cache, length=None if ids is None else len(ids))
+        states, metadata = states_from_prompt_cache(from_cache, length=None if ids is None else len(ids))
+        _check_origin(from_cache, metadata.get("model"), model_name, model)
         snapshot = capture(model, cache=states, tokens=ids)
     else:
         with bar("prefill", quiet=as_json) as progress:
@@ -85,3 +93,22 @@ def command(
     with bar("writing", quiet=as_json) as progress:
         report = save(snapshot, output, codec=plan, compress=not no_zstd, progress=progress)
     emit(as_json, {**asdict(report), "prompt_tokens": None if snapshot.tokens is None else len(snapshot.tokens)}, save_lines(report))
+
+
+def _check_origin(path: str, said: str | None, model_name: str, model: "LoadedModel") -> None:
+    """mlx-lm's file names the model that computed it: refuse another one where that can be told, say so where it cannot.
+
+    Raises:
+        IncompatibleError: the file names a model directory with other weights.
+    """
+    if said is None or said in (model_name, str(model.folder)):
+        return
+    if not Path(said).is_dir():
+        note(f"{path} was computed by {said}; that this is {model_name} is taken on trust")
+        return
+    from kvtool.identity import weights_digest
+
+    if weights_digest(Path(said)) != model.info.weights:
+        raise IncompatibleError(
+            f"computed by {said}, whose weights are not those of {model.info.name}", path=path, hint=f"give --model {said}"
+        )

@@ -1,13 +1,15 @@
 """`kvtool import`: go on from a file's cache, or write it as mlx-lm's own prompt-cache file."""
 
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtool.cli._common import bar, dtype_option, emit, json_option, model_option, note, read_text
+from kvtool import tiny
+from kvtool.cli._common import bar, dtype_option, emit, json_option, model_option, note, quality_line, read_text
 
 if TYPE_CHECKING:
     from kvtool.model import LoadedModel
@@ -52,6 +54,8 @@ def command(
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give one of --prompt and --prompt-file")
+    if target is not None and (prompt is not None or prompt_file is not None):
+        raise click.UsageError("--to writes the cache alone; give the prompt to mlx_lm.generate")
 
     from kvtool.archive import cast_note
     from kvtool.archive import open as open_archive
@@ -65,25 +69,34 @@ def command(
             probes = archive.check(model, allow_mismatch=allow_mismatch)
             casts: list[str] = []
             states = tuple(archive.states(probes, casts))
-            write_mlx_lm(target[1], states, {"model": model_name, "tokenizer_config": "{}"})
+            # mlx_lm.generate loads this name, and knows no model that ships with kvtool.
+            name = str(model.folder) if model_name in tiny.NAMES else model_name
+            write_mlx_lm(target[1], states, {"model": name, "tokenizer_config": "{}"})
             remarks = list(cast_note(casts))
             if archive.tokens is not None and len(archive.tokens) > archive.length:
                 remarks.append("the last token is not in the cache (it could not be taken back there); begin the prompt with it")
-            for remark in remarks:
+            for remark in (*map(quality_line, archive.manifest.quality), *remarks):
                 note(remark)
             size = os.path.getsize(target[1])
             emit(
                 as_json,
-                {"path": target[1], "usable_tokens": archive.length, "file_bytes": size, "notes": remarks},
+                {
+                    "path": target[1],
+                    "usable_tokens": archive.length,
+                    "file_bytes": size,
+                    "quality": list(archive.manifest.quality),
+                    "notes": remarks,
+                },
                 f"{target[1]}: {archive.length} tokens, {size:,} bytes\n"
-                f"mlx_lm.generate --model {model_name} --prompt-cache-file {target[1]}",
+                f"{shlex.join(['mlx_lm.generate', '--model', name, '--prompt-cache-file', target[1], '--prompt', 'TEXT'])}",
             )
             return
         start = time.perf_counter()
         with bar("loading", quiet=as_json) as progress:
             restored = archive.load(model, allow_mismatch=allow_mismatch, progress=progress)
         loaded = time.perf_counter() - start
-    for remark in restored.notes:
+        quality = list(archive.manifest.quality)
+    for remark in (*map(quality_line, quality), *restored.notes):
         note(remark)
     usable = restored.usable
     suffix = [] if text is None else list(model.tokenizer.encode(text, add_special_tokens=False))
@@ -101,6 +114,7 @@ def command(
         "generated_tokens": 0 if last is None else last.generation_tokens,
         "load_seconds": round(loaded, 4),
         "finish_reason": None if last is None else last.finish_reason,
+        "quality": quality,
         "notes": list(restored.notes),
     }
     if as_json:

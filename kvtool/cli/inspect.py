@@ -6,7 +6,7 @@ import click
 
 from formats.container import Reader, open_container
 from formats.manifest import ITEM_BYTES, CacheInfo, Role
-from kvtool.cli._common import emit, json_option, percent
+from kvtool.cli._common import emit, json_option, percent, quality_line
 
 
 @click.command("inspect")
@@ -104,14 +104,7 @@ def as_text(data: dict[str, Any]) -> str:
     for name, problem in data["rope_problems"].items():
         lines.append(f"rope       {name}: {problem}")
     lines += _grouped(data["layers"])
-    for step in data["quality"] or ():
-        figures = [
-            f"{label} {step[key]:.3g}" for key, label in (("k_relative_error", "keys"), ("v_relative_error", "values")) if key in step
-        ]
-        lines.append(
-            f"quality    {step['step']} {step.get('codec', '')}: "
-            + (f"squared error / energy: {', '.join(figures)}" if figures else "no added error")
-        )
+    lines += [f"quality    {quality_line(step)}" for step in data["quality"]]
     return "\n".join(lines)
 
 

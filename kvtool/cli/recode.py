@@ -39,7 +39,8 @@ def command(
     \b
     Example:
       kvtool recode report.kv -o report-b.kv --to-model tiny-b
-      kvtool recode report.kv -o small.kv --codec rvq-2+2
+      kvtool recode report.kv -o report.kv --codec rvq-2+2
+      kvtool recode report.kv -o later.kv --rope-theta 500000 --shift 128
     """
     from kvtool.model import load_model
     from kvtool.recoding import recode
@@ -59,5 +60,9 @@ def command(
             progress=progress,
         )
     quality = report.quality or {}
-    kept, again = len(quality.get("header_only", ())), len(quality.get("reencoded", ()))
-    emit(as_json, asdict(report), f"{save_lines(report)}\n  tensors copied as they are in {kept} places, encoded again in {again}")
+    partly = set(quality.get("partly", ()))
+    kept, again = set(quality.get("header_only", ())), set(quality.get("reencoded", ())) - partly
+    lines = f"  keys and values of a layer: {len(kept)} copied as they are, {len(again)} encoded again"
+    if partly:
+        lines += f", {len(partly)} copied but for their exact rows, which were rotated"
+    emit(as_json, asdict(report), f"{save_lines(report)}\n{lines}")
