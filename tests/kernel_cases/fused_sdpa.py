@@ -150,7 +150,7 @@ ERRORS = (
 LENGTHS = (LengthCase(FUNCTION, lambda rng, n: arguments(rng, S=n, B=1 + n % 2), (5, 64, 131)),)
 
 MUTATIONS = (
-    Mutation(FUNCTION, "negative-index-not-clamped", "row[i] < T(0) ? 0u : uint(row[i])", "uint(row[i])", ("negative-index",)),
+    Mutation(FUNCTION, "negative-index-not-clamped", "uint(metal::max(code, 0))", "uint(code)", ("negative-index",)),
     Mutation(FUNCTION, "window-off-by-one", "at - dims[ATTEND_WINDOW] + 1", "at - dims[ATTEND_WINDOW]", ("window",)),
     Mutation(
         FUNCTION, "heads-of-the-next-group", "size_t(head) * heads * queries + (real", "size_t(head) * queries + (real", ("D96-group-3",)

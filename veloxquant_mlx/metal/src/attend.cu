@@ -6,11 +6,11 @@
 // `pool`, splits in attend_finish. A softmax weight is 2^(s - m): scores carry a factor log2(e).
 
 #define ATTEND_UNROLL _Pragma("unroll")
+#define ATTEND_INF __int_as_float(0x7f800000)
 
 namespace kvtool {
 
 constexpr float ATTEND_LOG2E = 1.44269504088896340736f;
-#define ATTEND_INF __int_as_float(0x7f800000)
 constexpr float ATTEND_LN2 = 0.69314718055994530942f;
 
 // Where the sizes stand in `dims`; a reader's own sizes follow.

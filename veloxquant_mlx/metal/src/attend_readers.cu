@@ -5,6 +5,20 @@
 
 namespace kvtool {
 
+// An index as it is stored, as an unsigned one; negative ones are clamped.
+__device__ __forceinline__ uint32_t code_of(uint8_t code) {
+  return code;
+}
+__device__ __forceinline__ uint32_t code_of(uint16_t code) {
+  return code;
+}
+__device__ __forceinline__ uint32_t code_of(uint32_t code) {
+  return code;
+}
+__device__ __forceinline__ uint32_t code_of(int32_t code) {
+  return uint32_t(max(code, 0));
+}
+
 template <int LAYOUT, int BITS>
 struct Codes {
   static constexpr __device__ __forceinline__ int width(int count) {
@@ -25,7 +39,7 @@ struct Codes<0, BITS> {
 
   template <typename T>
   static __device__ __forceinline__ uint32_t at(const T* row, int i) {
-    return row[i] < T(0) ? 0u : uint32_t(row[i]);
+    return code_of(row[i]);
   }
 };
 

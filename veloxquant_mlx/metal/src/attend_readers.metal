@@ -5,6 +5,20 @@
 
 namespace kvtool {
 
+// An index as it is stored, as an unsigned one; negative ones are clamped.
+METAL_FUNC uint code_of(uint8_t code) {
+  return code;
+}
+METAL_FUNC uint code_of(uint16_t code) {
+  return code;
+}
+METAL_FUNC uint code_of(uint32_t code) {
+  return code;
+}
+METAL_FUNC uint code_of(int32_t code) {
+  return uint(metal::max(code, 0));
+}
+
 template <int LAYOUT, int BITS>
 struct Codes {
   static METAL_FUNC constexpr int width(int count) {
@@ -25,7 +39,7 @@ struct Codes<0, BITS> {
 
   template <typename T>
   static METAL_FUNC uint at(const device T* row, int i) {
-    return row[i] < T(0) ? 0u : uint(row[i]);
+    return code_of(row[i]);
   }
 };
 
