@@ -19,8 +19,6 @@ from functools import cache
 
 import mlx.core as mx
 
-FLOATS = (mx.float16, mx.bfloat16, mx.float32)
-
 
 def selection(scores: mx.array, gumbel: mx.array | None, tau: float) -> mx.array:
     """score + tau * gumbel in float32, two roundings; the scores themselves where tau is 0, whatever the noise is."""

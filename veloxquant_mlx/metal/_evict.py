@@ -5,8 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant_mlx.allocators.eviction import FLOATS, lowest_row, renumbered, selection, shift_table, without_row
-from veloxquant_mlx.metal._checks import check_array, check_int, message, require
+from veloxquant_mlx.allocators.eviction import lowest_row, renumbered, selection, shift_table, without_row
+from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, message, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
 
 LOWEST = Kernel(

@@ -78,10 +78,7 @@ __device__ inline PrefillRange prefill_range(const int* dims, const int* start, 
   if (dims[PREFILL_START]) {
     low = max(low, start[(size_t)batch * queries + i]);
   }
-  if (low >= high) {
-    return {0, 0};
-  }
-  return {low, high};
+  return low < high ? PrefillRange{low, high} : PrefillRange{0, 0};
 }
 
 // 2^(s - top), 0 for s = -inf even where the whole row is -inf: never -inf + inf.

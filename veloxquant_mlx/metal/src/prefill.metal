@@ -76,10 +76,7 @@ METAL_FUNC PrefillRange prefill_range(const device int* dims, const device int* 
   if (dims[PREFILL_START]) {
     low = metal::max(low, start[size_t(batch) * queries + i]);
   }
-  if (low >= high) {
-    return {0, 0};
-  }
-  return {low, high};
+  return low < high ? PrefillRange{low, high} : PrefillRange{0, 0};
 }
 
 // 2^(s - top), 0 for s = -inf even where the whole row is -inf: never -inf + inf.
@@ -228,11 +225,7 @@ METAL_FUNC void prefill(
         const float p = prefill_weight(s[n].thread_elements()[e], top);
         added += p;
         const int j = base + n * 8 + column + e;
-        if (VSCALE && mine.low <= j && j < mine.high) {
-          s[n].thread_elements()[e] = p * float(v_scale[head_row + j]);
-        } else {
-          s[n].thread_elements()[e] = p;
-        }
+        s[n].thread_elements()[e] = VSCALE && mine.low <= j && j < mine.high ? p * float(v_scale[head_row + j]) : p;
       }
     }
     total = total * keep + prefill_row_sum(added);
