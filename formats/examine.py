@@ -163,21 +163,28 @@ def _tensor(name: str, node: Node, entry: Entry | None, header_bytes: int) -> Te
 
 
 def reference_problems(manifest: Manifest, names: "dict[str, Node] | set[str]") -> list[KVError]:
-    """A ManifestError for each tensor that the manifest names and `names` does not have."""
+    """A ManifestError for each tensor that the manifest names and `names` does not have, or that it names twice."""
     problems: list[KVError] = []
+    used: set[str] = set()
+
+    def tensor(name: str, path: str) -> None:
+        if name not in names:
+            problems.append(ManifestError(f"{path}: there is no tensor {name[:80]!r}"))
+        elif name in used:
+            problems.append(ManifestError(f"{path}: tensor {name[:80]!r} is used twice"))
+        used.add(name)
 
     def role(value: Role | None, path: str) -> None:
         for i, segment in enumerate(value.segments if value else ()):
             for part, name in segment.tensors.items():
-                if name not in names:
-                    problems.append(ManifestError(f"{path}.segments[{i}].tensors.{part}: there is no tensor {name[:80]!r}"))
+                tensor(name, f"{path}.segments[{i}].tensors.{part}")
 
     def cache(value: CacheInfo, path: str) -> None:
         role(value.k, f"{path}.k")
         role(value.v, f"{path}.v")
         for i, array in enumerate(value.arrays):
-            if array is not None and array.tensor not in names:
-                problems.append(ManifestError(f"{path}.arrays[{i}].tensor: there is no tensor {array.tensor[:80]!r}"))
+            if array is not None:
+                tensor(array.tensor, f"{path}.arrays[{i}].tensor")
         for i, sub in enumerate(value.caches):
             cache(sub, f"{path}.caches[{i}]")
 

@@ -12,11 +12,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from formats.container import Reader, open_container, write_container
-from formats.errors import IncompatibleError, ManifestError
+from formats.errors import IncompatibleError
 from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Tokens
 from kvtool.capturing import Snapshot
 from kvtool.compat import check_identity, check_layers, check_ropes, check_rows
-from kvtool.decoding import check_references, decode_cache
+from kvtool.decoding import decode_cache
 from kvtool.encoding import DTYPE_NAMES, Encoder
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
@@ -351,13 +351,7 @@ def open(path: str | os.PathLike[str]) -> Archive:
     Raises:
         FormatError, IntegrityError: what is wrong with the file, by name.
     """
-    reader = open_container(path)
-    try:
-        check_references(reader.path, reader.manifest.layers)
-    except ManifestError:
-        reader.close()
-        raise
-    return Archive(reader)
+    return Archive(open_container(path))
 
 
 def load(source: str | os.PathLike[str], model: LoadedModel, *, allow_mismatch: bool = False, progress: Progress | None = None) -> Restored:

@@ -1,6 +1,6 @@
 """Turn manifest entries and their tensors back into cache states, one (layer, role) at a time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -34,24 +34,6 @@ MAX_BASE = 1e30
 # YaRN and longrope scale keys by 1 to 2.
 MAX_MAGNITUDE = 1e6
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-
-
-def check_references(path: str, layers: Sequence[CacheInfo]) -> None:
-    """Raise ManifestError where one tensor stands for two things."""
-    seen: set[str] = set()
-    for name in _references(layers):
-        if name in seen:
-            raise ManifestError(f"tensor {name} is used twice", path=path)
-        seen.add(name)
-
-
-def _references(layers: Sequence[CacheInfo]) -> Iterator[str]:
-    for layer in layers:
-        for role in (layer.k, layer.v):
-            for segment in role.segments if role else ():
-                yield from segment.tensors.values()
-        yield from (array.tensor for array in layer.arrays if array is not None)
-        yield from _references(layer.caches)
 
 
 def decode_cache(reader: Reader, info: CacheInfo) -> CacheState:

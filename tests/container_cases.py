@@ -1,6 +1,7 @@
 """Small kvtool files for the container tests, and a second reader and sealer written from SPEC.md alone."""
 
 import json
+from dataclasses import replace
 
 import blake3
 import numpy as np
@@ -36,6 +37,7 @@ def small_arrays() -> dict[str, tuple[str, np.ndarray]]:
         "layers.2.a.0": ("I32", np.array(-5, np.int32)),
         "layers.2.a.1": ("F32", np.zeros((0, 3), np.float32)),
         "layers.2.a.2": ("BOOL", np.array([True, False, True])),
+        "layers.3.0.a.0": ("I8", np.array([-128, -1, 0, 1, 127], np.int8)),
         "layers.2.a.3": ("U32", rng.integers(0, 2**32, 17, dtype=np.uint32)),
     }
 
@@ -61,6 +63,7 @@ def small_manifest() -> Manifest:
         StateArray("BOOL", (3,), "layers.2.a.2"), StateArray("U32", (17,), "layers.2.a.3"),
     )  # fmt: skip
     state = CacheInfo(cls="ArraysCache", attention="state", window=None, offset=300, positions=(), arrays=arrays)
+    inner = replace(state, arrays=(StateArray("I8", (5,), "layers.3.0.a.0"),))
     empty = CacheInfo(cls="KVCache", attention="full", window=None, offset=0, positions=())
     return Manifest(
         producer={"kvtool": "0.1.0", "mlx": "0.32.4"},
@@ -69,7 +72,7 @@ def small_manifest() -> Manifest:
         length=5,
         codecs=(raw, coded),
         ropes=(HALF, TABLE),
-        layers=(full, sliding, state, CacheInfo("CacheList", "list", None, 300, (), caches=(state, empty))),
+        layers=(full, sliding, state, CacheInfo("CacheList", "list", None, 300, (), caches=(inner, empty))),
         quality=({"step": "encode", "kl": 0.001},),
         extra={"note": 'quotes " and \\ and \u2028'},
     )

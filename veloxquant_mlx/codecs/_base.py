@@ -18,7 +18,7 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 DTYPES = {"U8": mx.uint8, "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}  # safetensors name -> dtype of a part
 FLOATS = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
-BLOCK_VALUES = 1 << 20  # values per block: about 4 MiB for each float32 temporary
+BLOCK_VALUES = 1 << 18  # values per block: about 1 MiB for each float32 temporary
 
 
 class Codec(ABC):
