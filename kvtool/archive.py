@@ -294,10 +294,10 @@ class Archive:
             IncompatibleError: computed by another model (unless allow_mismatch), or not of this model's shape, RoPE or start.
         """
         if not allow_mismatch:
-            check_identity(self.path, self.manifest, model.info)
+            check_identity(self.path, self.manifest, model.info, model.argument)
         probes = probe_model(model.model)
         check_layers(self.path, self.manifest.layers, probes)
-        check_ropes(self.reader, probes, model.info)
+        check_ropes(self.reader, probes, model.info, model.argument)
         check_rows(self.path, self.manifest.layers, probes, self.length)
         return probes
 

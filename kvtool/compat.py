@@ -10,8 +10,11 @@ from kvtool.probe import CacheProbe
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 
-def check_identity(path: str, manifest: Manifest, model: ModelInfo) -> None:
-    """Raise IncompatibleError unless the file was computed by this model (weights and tokenizer), naming each field that differs."""
+def check_identity(path: str, manifest: Manifest, model: ModelInfo, argument: str) -> None:
+    """Raise IncompatibleError unless the file was computed by this model (weights and tokenizer), naming each field that differs.
+
+    `argument` is what `--to-model` would take for it, for the hint.
+    """
     differ = [
         f"{field}: file {short(a)}, model {short(b)}"
         for field, a, b in (
@@ -26,7 +29,7 @@ def check_identity(path: str, manifest: Manifest, model: ModelInfo) -> None:
         raise IncompatibleError(
             f"computed by {manifest.model.name}, not by {model.name} ({'; '.join(differ)})",
             path=path,
-            hint=f"kvtool recode {path} -o OUT.kv --to-model {model.name}",
+            hint=f"kvtool recode {path} -o OUT.kv --to-model {argument}",
         )
 
 
@@ -40,7 +43,7 @@ def check_layers(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheP
         raise IncompatibleError(f"does not fit the model: {'; '.join(problems[:6])}{more}", path=path, hint="the file is of another model")
 
 
-def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo) -> None:
+def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo, argument: str) -> None:
     """Raise IncompatibleError where keys are rotated otherwise than the model rotates them, naming the first layer and each field."""
     name = model.name
     same_weights = model.weights is not None and reader.manifest.model.weights == model.weights
@@ -50,7 +53,7 @@ def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo) 
             raise IncompatibleError(
                 f"layer {i}: keys are rotated otherwise than in {name}: {problem}",
                 path=reader.path,
-                hint=f"kvtool recode {reader.path} -o OUT.kv --to-model {name}",
+                hint=f"kvtool recode {reader.path} -o OUT.kv --to-model {argument}",
             )
 
 

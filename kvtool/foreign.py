@@ -30,23 +30,36 @@ _DTYPES: dict[str, mx.Dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def states_from_prompt_cache(
-    path: str | os.PathLike[str], *, row: int | None = None, length: int | None = None
-) -> tuple[tuple[CacheState, ...], dict[str, str]]:
-    """The states of one sequence in an mlx-lm prompt-cache file (version 1 or 2), and the user's metadata.
+def caches_from_prompt_cache(path: str | os.PathLike[str]) -> tuple[list[Any], dict[str, str]]:
+    """The live caches of an mlx-lm prompt-cache file (version 1 or 2), one a layer, and the user's metadata.
 
     Args:
         path: written by `mlx_lm.models.cache.save_prompt_cache` or `mlx_lm.cache_prompt`.
+
+    Raises:
+        FormatError: not such a file.
+    """
+    file = read_prompt_cache(path)
+    with naming(os.fspath(path)):
+        return [_live(layer.cls, layer.arrays) for layer in file.layers], dict(file.metadata)
+
+
+def states_from_prompt_cache(
+    path: str | os.PathLike[str], *, row: int | None = None, length: int | None = None
+) -> tuple[tuple[CacheState, ...], dict[str, str]]:
+    """The states of one sequence in an mlx-lm prompt-cache file, and the user's metadata.
+
+    Args:
+        path: as for `caches_from_prompt_cache`.
         row, length: as for `take_states`.
 
     Raises:
         FormatError: not such a file.
         IncompatibleError, ValueError: as `take_states`.
     """
-    file = read_prompt_cache(path)
+    caches, metadata = caches_from_prompt_cache(path)
     with naming(os.fspath(path)):
-        caches = [_live(layer.cls, layer.arrays) for layer in file.layers]
-        return take_states(caches, row=row, length=length), dict(file.metadata)
+        return take_states(caches, row=row, length=length), metadata
 
 
 def write_mlx_lm(path: str | os.PathLike[str], states: Sequence[CacheState], metadata: Mapping[str, str], version: int = 2) -> None:

@@ -21,7 +21,7 @@ from kvtool.identity import digest_of_tokenizer, weights_digest
 
 logger = logging.getLogger(__name__)
 
-REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -40,6 +40,12 @@ class LoadedModel:
     tokenizer: Any
     info: ModelInfo
     folder: Path
+
+    @property
+    def argument(self) -> str:
+        """What to give `--model` for it: a shipped name or repository id as it was given, else the folder."""
+        shipped = self.info.name in tiny.NAMES and self.folder == tiny.path(self.info.name)
+        return self.info.name if shipped or "/" in self.info.name else str(self.folder)
 
 
 def default_dtype() -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,26 @@ def test_a_prompt_cache_of_another_model_is_refused(files: dict[str, Path], tmp_
     assert "org/elsewhere" in capsys.readouterr().err
 
 
+def test_the_hint_names_a_model_by_what_loads_it(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "models" / "mine"
+    shutil.copytree(path("tiny-b"), folder)
+    assert run(["import", str(files["raw"]), "--model", str(folder)]) == 5
+    assert f"--to-model {folder}" in capsys.readouterr().err
+
+
+def test_ids_may_hold_the_token_that_a_cache_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ids of a prompt whose last token is still to be run go with its cache file; other counts are refused as of another cache."""
+    cached = list(load_model("tiny-a").tokenizer.encode(PROMPT))
+    target, listed = tmp_path / "c.safetensors", tmp_path / "ids.json"
+    assert run(["export", "--model", "tiny-a", "--prompt", PROMPT, "-o", str(tmp_path / "a.kv")]) == 0
+    assert run(["import", str(tmp_path / "a.kv"), "--model", "tiny-a", "--to", "mlx-lm", str(target)]) == 0
+    back = ["export", "--model", "tiny-a", "--from-cache", str(target), "--tokens", str(listed), "-o", str(tmp_path / "b.kv")]
+    for ids, code in (([*cached, 5], 0), (cached[:-1], 5), ([*cached, 5, 5], 5)):
+        listed.write_text(json.dumps(ids))
+        assert run(back) == code
+    assert "hint: give the ids of exactly the tokens in the cache" in capsys.readouterr().err
+
+
 def test_inspect_check_diff(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     data = out_json(capsys, run(["inspect", str(files["rvq"]), "--json"]))
     assert data["file_bytes"] == files["rvq"].stat().st_size and data["usable_tokens"] == data["tokens"]
@@ -244,6 +265,8 @@ def test_usage_errors(args: list[str], tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", "--model", str(tmp_path / "nowhere"), "--prompt", "a", "-o", str(tmp_path / "x.kv")]) == 5
+    assert "no such directory" in capsys.readouterr().err
+    assert run(["export", "--model", "./nowhere", "--prompt", "a", "-o", str(tmp_path / "x.kv")]) == 5
     assert "no such directory" in capsys.readouterr().err
     assert run(["export", "--model", str(tmp_path), "--prompt", "a", "-o", str(tmp_path / "x.kv")]) == 5
     assert "config.json" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from formats.errors import IncompatibleError
+from formats.files import naming
 from kvtool.cli._common import (
     bar,
     dtype_option,
@@ -78,15 +79,16 @@ def command(
 
     from kvtool.archive import codec_plan, save
     from kvtool.capturing import capture
-    from kvtool.foreign import states_from_prompt_cache
+    from kvtool.foreign import caches_from_prompt_cache
     from kvtool.model import load_model
 
     plan = codec_plan(codec, sink, recent, frame)
     model = load_model(model_name, dtype=dtype)
     if from_cache is not None:
-        states, metadata = states_from_prompt_cache(from_cache, length=None if ids is None else len(ids))
+        caches, metadata = caches_from_prompt_cache(from_cache)
         _check_origin(from_cache, metadata.get("model"), model_name, model)
-        snapshot = capture(model, cache=states, tokens=ids)
+        with naming(from_cache):
+            snapshot = capture(model, cache=caches, tokens=ids)
     else:
         with bar("prefill", quiet=as_json) as progress:
             snapshot = capture(model, text if text is not None else ids, chat=chat, progress=progress)
