@@ -183,6 +183,6 @@ MUTATIONS = (
         ("larger-than-a-block",),
     ),
     Mutation(FUNCTION, "causal-off-by-one", "dims[ATTEND_CAUSAL] ? at + 1", "dims[ATTEND_CAUSAL] ? at", ("causal-tail",)),
-    Mutation(FUNCTION, "split-overlap", "metal::min(begin + per_split, end)", "metal::min(begin + per_split + 1, end)", ("splits",)),
+    Mutation(FUNCTION, "split-overlap", "metal::min(per_split, seen - before)", "metal::min(per_split + 1, seen - before)", ("splits",)),
     Mutation(FUNCTION, "masked-minus-infinity", "if (s == -INFINITY) {", "if (false) {", ("every-bias-minus-infinity",)),
 )

@@ -13,7 +13,17 @@ constant constexpr float ATTEND_LOG2E = 1.44269504088896340736f;
 constant constexpr float ATTEND_LN2 = 0.69314718055994530942f;
 
 // Where the sizes stand in `dims`; a reader's own sizes follow.
-enum AttendDims { ATTEND_HEADS, ATTEND_GROUP, ATTEND_QUERIES, ATTEND_KEYS, ATTEND_SPLITS, ATTEND_CAUSAL, ATTEND_WINDOW, ATTEND_START, ATTEND_PER_ROW };
+enum AttendDims {
+  ATTEND_HEADS,    // H_kv
+  ATTEND_GROUP,    // query heads per KV head
+  ATTEND_QUERIES,  // S_q
+  ATTEND_KEYS,     // S_kv
+  ATTEND_SPLITS,
+  ATTEND_CAUSAL,
+  ATTEND_WINDOW,   // 0 for none
+  ATTEND_START,    // whether `start` is given
+  ATTEND_PER_ROW,  // whether q_scale has one entry per query
+};
 
 // The running softmax of one query row in one lane.
 template <int E>
@@ -84,7 +94,9 @@ METAL_FUNC void attend_range(const device int* dims, const device int* start, in
 }
 
 // pool: (NSG / 2) * RB * (LANES * E + 2) floats, at least one.
-template <typename Keys, typename Values, int D, int E, int LANES, int RB, int NSG, bool NORM, bool BIAS, bool VSCALE, typename Q, typename N, typename C, typename S, typename O>
+template <
+    typename Keys, typename Values, int D, int E, int LANES, int RB, int NSG, bool NORM, bool BIAS, bool VSCALE,
+    typename Q, typename N, typename C, typename S, typename O>
 METAL_FUNC void attend(
     const device Q* q,
     const device float* q_scale,
@@ -138,8 +150,9 @@ METAL_FUNC void attend(
 
   const int seen = metal::max(end - first, 0);
   const int per_split = (seen + splits - 1) / splits;
-  const int begin = first + metal::min(int(split) * per_split, seen);
-  const int stop = metal::min(begin + per_split, end);
+  const int before = metal::min(int(split) * per_split, seen);
+  const int begin = first + before;
+  const int stop = begin + metal::min(per_split, seen - before);
   const int run = (stop - begin + NSG * TOGETHER - 1) / (NSG * TOGETHER) * TOGETHER;
   const int mine = begin + int(sg) * run;
   const int last = metal::min(mine + run, stop);
