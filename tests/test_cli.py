@@ -213,6 +213,14 @@ def test_check_and_inspect_need_no_mlx(files: dict[str, Path]) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_without_mlx_the_back_end_is_said_to_be_absent(tmp_path: Path) -> None:
+    """An installation without the extra that brings MLX: exit code 6 and where to look, no traceback."""
+    script = "import sys; sys.modules['mlx'] = None; from kvtool.cli import main; main()"
+    command = [sys.executable, "-c", script, "export", "--model", "tiny-a", "--prompt", "a", "-o", str(tmp_path / "a.kv")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 6 and "kvtool doctor" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_wrong_model_is_refused_with_the_remedy(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import", str(files["rvq"]), "--model", "tiny-b"]) == 5
     error = capsys.readouterr().err

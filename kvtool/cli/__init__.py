@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import click
 
-from formats.errors import KVError
+from formats.errors import BackendError, KVError
 from kvtool.blas import use_openblas
 from kvtool.version import __version__
 
@@ -30,6 +30,7 @@ COMMANDS = {
 INTERRUPTED = 130
 USAGE = 2
 IO_ERROR = 1
+BACK_END = ("mlx", "mlx_lm")
 
 
 class LazyGroup(click.Group):
@@ -85,6 +86,10 @@ def run(args: list[str]) -> int:
         return INTERRUPTED
     except KVError as error:
         return _report(args, error, error.hint, error.exit_code)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in BACK_END and "libmlx" not in str(error):
+            raise
+        return _report(args, error, "kvtool doctor says what to install", BackendError.exit_code)
     except (ValueError, TypeError) as error:
         return _report(args, error, None, USAGE)
     except BrokenPipeError:
