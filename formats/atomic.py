@@ -52,6 +52,27 @@ class AtomicFile:
             end = start
 
 
+def target_of(path: str | os.PathLike[str]) -> str:
+    """The file that a write to `path` makes or replaces, symbolic links followed.
+
+    Raises:
+        OSError: its folder is missing, its name is too long, or it is a folder or a device.
+    """
+    target = os.path.realpath(path)
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        folder = os.path.dirname(target)
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from None
+        return target
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", target)
+    return target
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[AtomicFile]:
     """Context manager: write to a temporary file that takes the place of `path` when the block ends without an exception.
@@ -62,12 +83,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[AtomicFile]:
     Raises:
         OSError: as the system gives it (disk full, no permission ...); `path` is a folder or a device.
     """
-    target = os.path.realpath(path)
+    target = target_of(path)
     folder = os.path.dirname(target)
-    if os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
-    if os.path.exists(target) and not stat.S_ISREG(os.stat(target).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", target)
     temp = os.path.join(folder, f".kvtool-{os.getpid()}-{secrets.token_hex(8)}.tmp")
     fd = -1
     try:

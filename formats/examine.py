@@ -11,7 +11,7 @@ import blake3
 
 from formats.errors import DigestError, HeaderDigestError, HeaderError, KVError, LayoutError, ManifestError, NotKvtoolError
 from formats.foreign.mlx_lm import version_of
-from formats.header import Entry, Header, check_extents, count, is_tensor_name, parse_entries, parse_json, read_raw
+from formats.header import Entry, Header, check_extents, count, is_possible, is_tensor_name, parse_entries, parse_json, read_raw
 from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Node, Role, parse
 from formats.strict_json import loads
 
@@ -150,6 +150,8 @@ def _tensor(name: str, node: Node, entry: Entry | None, header_bytes: int) -> Te
     need = count(info.shape) * ITEM_BYTES[info.dtype]
     if need != info.bytes:
         raise LayoutError(f"tensor {name!r}: shape {list(info.shape)} of {info.dtype} needs {need} bytes, recorded are {info.bytes}")
+    if not is_possible(info.shape):
+        raise LayoutError(f"tensor {name!r}: no array has the shape {str(list(info.shape))[:80]}")
     if info.padded != padded(info.stored):
         raise LayoutError(f"tensor {name!r}: {info.stored} stored bytes need {padded(info.stored)} with padding, but have {info.padded}")
     if info.encoding == "none" and info.stored != info.bytes:

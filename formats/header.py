@@ -144,6 +144,8 @@ def _entry(name: str, value: Any) -> Entry | KVError:
     need = count(shape) * BITS[dtype] // 8
     if need != end - begin:
         return LayoutError(f"tensor {shown}: shape {shape} of {dtype} needs {need} bytes, but {end - begin} are laid out")
+    if not is_possible(shape):
+        return LayoutError(f"tensor {shown}: no array has the shape {str(shape)[:80]}")
     return Entry(dtype, tuple(shape), begin, end)
 
 
@@ -153,6 +155,11 @@ def count(shape: "tuple[int, ...] | list[int]") -> int:
     for size in shape:
         product *= size
     return product
+
+
+def is_possible(shape: "tuple[int, ...] | list[int]") -> bool:
+    """Whether an array can have this shape: its sizes but for zeros multiply to less than 2^60, as numpy demands even of empty arrays."""
+    return count([size for size in shape if size]) < 1 << 60
 
 
 def check_extents(header: Header, size: int, problems: list[KVError], *, in_order: bool) -> None:
