@@ -83,7 +83,16 @@ FAULTS = {
     "read-before-the-start": ("out[l] = x[int(l) - 1];", r"out of bounds: reads x\[-1\]"),
     "read-far-off": ("out[l] = x[l + 100000000];", r"out of bounds: reads x\[1000000\d\d\]"),
     "write-after-the-end": ("out[l + 1] = x[l];", r"out of bounds: writes out\[64\]"),
-    "vector-over-the-end": ("out[l] = ((const device float4*)x)[l / 4 + 1].x;", r"out of bounds: reads x\[64\] \(16 bytes\)"),
+    "vector-over-the-end": ("out[l] = ((const device packed_float4*)x)[l / 4 + 1].x;", r"out of bounds: reads x\[64\] \(16 bytes\)"),
+    "wider-load-than-the-element": ("const float2 v = ((const device float2*)x)[l / 2];\nout[l] = v.x;", "misaligned"),
+    "wider-load-of-threadgroup-memory": (
+        f"threadgroup half a[64];\na[l] = half(x[l]);\n{BARRIER}\n"
+        "const half2 v = ((threadgroup const half2*)a)[l / 2];\nout[l] = float(v.x);",
+        "misaligned",
+    ),
+    "double-literal": ("out[l] = 0.1 * x[l];", "does not compile(.|\n)*implicit conversion"),
+    "float-to-half-by-itself": ("const half h = x[l];\nout[l] = float(h);", "does not compile(.|\n)*implicit conversion"),
+    "float-to-bfloat-by-itself": ("const bfloat h = x[l];\nout[l] = float(h);", "does not compile(.|\n)*implicit conversion"),
     "over-a-threadgroup-array": (
         "threadgroup float a[64];\nthreadgroup float b[64];\nb[l] = 1.0f;\nthreadgroup float* p = a;\np[l + 64] = x[l];\nout[l] = b[l];",
         "out of bounds: writes threadgroup memory",
@@ -283,10 +292,6 @@ def test_products_and_sums_may_fuse_unless_forbidden() -> None:
     body = "out[l] = x[l] * x[l] - y[l];"
     assert run(body, [x, x * x]).any()
     assert not run("{\n#pragma METAL fp contract(off)\n" + body + "\n}", [x, x * x]).any()
-
-
-def test_literals_are_single_precision() -> None:
-    np.testing.assert_array_equal(run("out[l] = 0.1 + 0.2 == 0.1f + 0.2f ? 1.0 : 0.0;"), np.ones(N))
 
 
 def test_vectors() -> None:

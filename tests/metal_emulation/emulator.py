@@ -36,9 +36,9 @@ ACCESS_LIMIT = 400_000_000
 WARNINGS = (
     "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-unused-parameter", "-Wno-user-defined-literals",
     "-Wno-duplicate-decl-specifier", "-Wno-sign-compare", "-Wno-missing-braces", "-Wno-missing-field-initializers",
-    "-Wno-ignored-qualifiers", "-Wno-psabi",
+    "-Wno-ignored-qualifiers", "-Wno-psabi", "-Wimplicit-float-conversion", "-Wfloat-conversion",
 )
-# Metal has no double: 0.1 is a float.
+# Metal has no double: 0.1 would be a float there; the warnings ask for 0.1f, which CUDA needs.
 LANGUAGE = (
     "-x", "c++", "-nostdinc", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fno-math-errno",
     "-Xclang", "-cl-single-precision-constant",
@@ -50,8 +50,9 @@ ARITHMETIC = (
 CHECKS = (
     "-fsanitize=kernel-address", "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm", "-asan-opt-same-temp=0",
     "-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1",
-    "-fsanitize=bounds,shift,integer-divide-by-zero,float-cast-overflow,return,unreachable", "-Xclang", "-fsanitize-minimal-runtime",
-    "-fno-sanitize-recover=bounds,shift,integer-divide-by-zero,float-cast-overflow", "-ftrivial-auto-var-init=pattern",
+    "-fsanitize=bounds,shift,integer-divide-by-zero,float-cast-overflow,alignment,return,unreachable",
+    "-Xclang", "-fsanitize-minimal-runtime",
+    "-fno-sanitize-recover=bounds,shift,integer-divide-by-zero,float-cast-overflow,alignment", "-ftrivial-auto-var-init=pattern",
 )
 # fmt: on
 

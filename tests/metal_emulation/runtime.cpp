@@ -462,12 +462,12 @@ void emu_group_barrier(uint flags, int line) {
   to_scheduler();
 }
 
-void* emu_threadgroup(uint index, uint bytes) {
+void* emu_threadgroup(uint index, uint bytes, uint alignment) {
   for (const Array& a : group_arrays)
     if (a.index == index) return group_memory + a.offset;
   group_used += (bytes + 15) / 16 * 16;
   if (group_used > GROUP_MEMORY) fail(nullptr, 0, "threadgroup memory: %u bytes, more than %u", group_used, GROUP_MEMORY);
-  group_arrays.push_back({index, group_next, bytes});
+  group_arrays.push_back({index, group_next + alignment, bytes});  // aligned to its element, to no more
   group_next += (bytes + 15) / 16 * 16 + GAP;
   return group_memory + group_arrays.back().offset;
 }
@@ -506,6 +506,7 @@ UNDEFINED(out_of_bounds, "out of bounds: an index outside its array")
 UNDEFINED(shift_out_of_bounds, "undefined: shift by the width of the type or more, or by a negative count")
 UNDEFINED(divrem_overflow, "undefined: integer division by zero")
 UNDEFINED(float_cast_overflow, "undefined: NaN, infinity or a value out of range becomes an integer")
+UNDEFINED(type_mismatch, "misaligned: memory is only aligned to its element (an array may be a slice)")
 UNDEFINED(builtin_unreachable, "undefined: unreachable code is reached")
 UNDEFINED(missing_return, "undefined: a function ends without returning a value")
 
@@ -563,10 +564,11 @@ int emu_run(void* entry, const EmuBuffer* given, uint count, const uint* grid, c
   buffers.clear();
   std::vector<void*> pointers;
   for (uint i = 0; i < count; i++) {
-    uint8_t* at = arena + i * SLOT + SLOT / 2;
-    const size_t need = (given[i].bytes + 4095) & ~size_t(4095);
+    uint8_t* const start = arena + i * SLOT + SLOT / 2;
+    uint8_t* const at = start + given[i].element;  // as a slice of an array may lie: aligned to its element, to no more
+    const size_t need = (given[i].bytes + given[i].element + 4095) & ~size_t(4095);
     if (need > committed[i]) {
-      if (need > SLOT / 4 || mmap(at, need, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
+      if (need > SLOT / 4 || mmap(start, need, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
         snprintf(text, text_bytes, "a buffer of %zu bytes is too large for the emulation", given[i].bytes);
         return 1;
       }

@@ -30,7 +30,7 @@ extern "C" {
 uint emu_exchange(int operation, int line, const void* mine, void* all, uint bytes);
 void emu_simd_barrier(uint flags, int line);
 void emu_group_barrier(uint flags, int line);
-void* emu_threadgroup(uint index, uint bytes);
+void* emu_threadgroup(uint index, uint bytes, uint alignment);
 void emu_atomic(const volatile void* address, uint bytes, int line);
 [[noreturn]] void emu_fail(const char* text, int line);
 float expf(float), exp2f(float), exp10f(float), logf(float), log2f(float), log10f(float), sinf(float), cosf(float), tanf(float),
@@ -94,6 +94,17 @@ EMU_VECTORS(uint)
 EMU_VECTORS(long)
 EMU_VECTORS(ulong)
 #undef EMU_VECTORS
+// Vectors aligned to their element.
+#define EMU_PACKED(T)                                                        \
+  typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(sizeof(T)))); \
+  typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(sizeof(T))));
+EMU_PACKED(half)
+EMU_PACKED(bfloat)
+EMU_PACKED(float)
+EMU_PACKED(uchar)
+EMU_PACKED(ushort)
+EMU_PACKED(uint)
+#undef EMU_PACKED
 
 template <bool B, typename T = void>
 struct enable_if {};

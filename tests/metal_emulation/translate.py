@@ -65,7 +65,7 @@ def translate(text: str) -> Translation:
             kind = f"{match['type']}{extent}"
             pointer = f"{match['type']} (*){extent}" if extent else f"{match['type']}*"
             target = f"{match['type']} (&{variable}){extent}" if extent else f"{match['type']}& {variable}"
-            declared.append(f"{target} = *reinterpret_cast<{pointer}>(emu_threadgroup({count}, sizeof({kind})));")
+            declared.append(f"{target} = *reinterpret_cast<{pointer}>(emu_threadgroup({count}, sizeof({kind}), alignof({match['type']})));")
             count += 1
         return match["lead"] + " ".join(declared)
 
