@@ -14,7 +14,7 @@ from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 from formats.container import Reader, open_container, write_container
 from formats.errors import IncompatibleError
 from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Tokens
-from kvtool.capturing import Snapshot
+from kvtool.capturing import Snapshot, vocabulary
 from kvtool.compat import check_identity, check_layers, check_ropes, check_rows
 from kvtool.decoding import decode_cache
 from kvtool.encoding import DTYPE_NAMES, Encoder
@@ -80,12 +80,14 @@ class Restored:
         """Token ids still to be run before the model can go on: those beyond `usable`, else the last one, taken back from the cache.
 
         Raises:
-            IncompatibleError: the file knows no token ids, or a cache cannot give its last token back.
+            IncompatibleError: the file knows no token ids or has none, or a cache cannot give its last token back.
         """
         if self.tokens is None:
             raise IncompatibleError("the file holds no token ids, so it cannot go on without a prompt", hint="give --prompt")
         if len(self.tokens) > self.usable:
             return list(self.tokens[self.usable :])
+        if not self.tokens:
+            raise IncompatibleError("the file holds no token at all, so it cannot go on without a prompt", hint="give --prompt")
         if not all(c.is_trimmable() for c in self.cache):
             raise IncompatibleError(
                 "a layer's cache cannot give its last token back, so it cannot go on without a prompt", hint="give --prompt"
@@ -295,11 +297,22 @@ class Archive:
         """
         if not allow_mismatch:
             check_identity(self.path, self.manifest, model.info, model.argument)
+        self.check_tokens(model)
         probes = probe_model(model.model)
         check_layers(self.path, self.manifest.layers, probes)
         check_ropes(self.reader, probes, model.info, model.argument)
         check_rows(self.path, self.manifest.layers, probes, self.length)
         return probes
+
+    def check_tokens(self, model: LoadedModel) -> None:
+        """Raise IncompatibleError where a token id lies outside the model's vocabulary."""
+        size, largest = vocabulary(model), max(self.tokens or (), default=0)
+        if largest >= size:
+            raise IncompatibleError(
+                f"holds token id {largest}, but {model.info.name} has ids 0 to {size - 1}",
+                path=self.path,
+                hint="the file is of another model",
+            )
 
     def states(self, probes: Sequence[CacheProbe], casts: list[str]) -> Iterator[CacheState]:
         """Decoded layers one by one, in the dtypes of a model's layer table; what was cast for that joins `casts`."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from jinja2.exceptions import TemplateError
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
 
@@ -50,14 +52,17 @@ def encode_prompt(model: LoadedModel, prompt: str, *, chat: bool = False) -> lis
         prompt: text.
         chat: wrap it as a user's message in the model's chat template, ready for the assistant's answer.
     Raises:
-        ValueError: chat asked of a tokenizer without a template.
+        ValueError: chat asked of a tokenizer without a template, or of one whose template refuses the message.
     """
     if not chat:
         return list(model.tokenizer.encode(prompt))
     if not model.tokenizer.has_chat_template:
         raise ValueError(f"[encode_prompt] {model.info.name} has no chat template; leave chat out.")
     messages = [{"role": "user", "content": prompt}]
-    return list(model.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    try:
+        return list(model.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    except TemplateError as error:
+        raise ValueError(f"[encode_prompt] the chat template of {model.info.name} fails: {error}") from error
 
 
 def capture(
@@ -84,13 +89,14 @@ def capture(
         Snapshot
     Raises:
         ValueError: neither or both of prompt and cache, an empty prompt, ids outside the vocabulary.
+        TypeError: ids that are not integers.
         IncompatibleError: the cache is not of this model's shape, or does not fit the tokens.
     """
     if (prompt is None) == (cache is None):
         raise ValueError("[capture] give either a prompt or a cache.")
     probes = probe_model(model.model)
     if cache is not None:
-        known = None if tokens is None else tuple(int(t) for t in tokens)
+        known = None if tokens is None else tuple(token_ids(tokens))
         check_ids(model, known or ())
         if all(isinstance(c, CacheState) for c in cache):
             states = tuple(cache)
@@ -98,7 +104,7 @@ def capture(
             states = take_states(cache, row=row, length=_recurrent_length(cache, known))
     else:
         assert prompt is not None
-        ids = encode_prompt(model, prompt, chat=chat) if isinstance(prompt, str) else [int(t) for t in prompt]
+        ids = encode_prompt(model, prompt, chat=chat) if isinstance(prompt, str) else token_ids(prompt)
         if not ids:
             raise ValueError("[capture] the prompt has no tokens.")
         check_ids(model, ids)
@@ -115,10 +121,32 @@ def capture(
     return Snapshot(model.info, known, length, states, probes)
 
 
+def token_ids(ids: Any) -> list[int]:
+    """Token ids as plain integers, from a sequence or an array.
+
+    Raises:
+        TypeError: one is not an integer (nothing is rounded), or the array has more than one axis.
+    """
+    if isinstance(ids, bytes | bytearray) or (isinstance(ids, mx.array | np.ndarray) and ids.ndim != 1):
+        raise TypeError(f"[capture] token ids must be a sequence of integers, but got {type(ids).__name__} {getattr(ids, 'shape', '')}.")
+    plain: list[Any] = [t.item() if isinstance(t, mx.array) and t.ndim == 0 else t for t in ids]
+    wrong = [t for t in plain if isinstance(t, bool | np.bool_) or not isinstance(t, int | np.integer)]
+    if wrong:
+        raise TypeError(f"[capture] token ids must be integers, but one is {wrong[0]!r:.80}.")
+    return [int(t) for t in plain]
+
+
+def vocabulary(model: LoadedModel) -> int:
+    """Number of token ids that the tokenizer knows and the model can embed: an index past its table would read foreign memory."""
+    # By the largest id: a vocabulary may have gaps.
+    known = max(model.tokenizer.get_vocab().values(), default=-1) + 1
+    rows = getattr(getattr(model.model, "args", None), "vocab_size", None)
+    return min(known, rows) if isinstance(rows, int) else known
+
+
 def check_ids(model: LoadedModel, ids: Sequence[int]) -> None:
     """Raise ValueError where a token id lies outside the model's vocabulary."""
-    # By the largest id: a vocabulary may have gaps.
-    size = max(model.tokenizer.get_vocab().values(), default=-1) + 1
+    size = vocabulary(model)
     wrong = next(((i, t) for i, t in enumerate(ids) if not 0 <= t < size), None)
     if wrong is not None:
         raise ValueError(f"[capture] token {wrong[0]} is {wrong[1]}, but {model.info.name} has ids 0 to {size - 1}.")

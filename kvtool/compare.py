@@ -1,5 +1,6 @@
 """Two files' keys and values, decoded and compared layer by layer."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,12 +10,12 @@ from formats.container import Reader
 from formats.errors import IncompatibleError
 from formats.manifest import CacheInfo
 from kvtool.decoding import decode_role
-from kvtool.encoding import scalar
+from kvtool.encoding import energy
 from kvtool.states import Quantized
 
 
 def layer_differences(a: Reader, b: Reader) -> list[dict[str, Any]]:
-    """For each role of each layer, sum (a - b)^2 / sum a^2 over its values.
+    """For each role of each layer, sum (a - b)^2 / sum a^2 over its values; NaN where one is finite and the other not.
 
     Raises:
         IncompatibleError: the files do not have the same layers, heads, dims or rows.
@@ -41,9 +42,11 @@ def _differences(name: str, a: Reader, x: CacheInfo, b: Reader, y: CacheInfo) ->
             shapes = [None if v is None else tuple(v.shape) for v in (left, right)]
             raise IncompatibleError(f"layer {name} {role} is {shapes[0]}, but in {b.path} {shapes[1]}", path=a.path)
         p32, q32 = (_plain(v).astype(mx.float32) for v in (left, right))
-        energy = scalar(mx.sum(mx.square(p32)))
-        error = scalar(mx.sum(mx.square(p32 - q32)))
-        yield {"name": f"{name}.{role}", "relative_error": error / energy if energy else float(error > 0)}
+        # Equal is equal, infinities and NaN too; where only one side is finite the error is NaN.
+        same = (p32 == q32) | (mx.isnan(p32) & mx.isnan(q32))
+        error = energy(mx.where(same, 0.0, p32 - q32))
+        whole = energy(mx.where(mx.isfinite(p32), p32, 0.0))
+        yield {"name": f"{name}.{role}", "relative_error": error / whole if whole else math.nan if math.isnan(error) else float(error > 0)}
 
 
 def _plain(value: mx.array | Quantized) -> mx.array:

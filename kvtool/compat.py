@@ -6,6 +6,7 @@ from formats.container import Reader
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CACHE_DTYPES, CacheInfo, Manifest, ModelInfo
 from kvtool.decoding import check_class, rope_of
+from kvtool.encoding import DTYPE_NAMES
 from kvtool.probe import CacheProbe
 from veloxquant_mlx.transfer.rope import RopeSpec
 
@@ -170,7 +171,11 @@ def _differences(where: str, info: CacheInfo, probe: CacheProbe) -> list[str]:
             found.append(f"{where}: {label}: file {x}, model {y}")
     for i, (array, live) in enumerate(zip(info.arrays, probe.arrays, strict=False)):
         # Integer state is a window of token ids, whose length varies.
-        if array is not None and live is not None and array.dtype in CACHE_DTYPES and array.shape != live.shape:
+        if array is None or live is None:
+            continue
+        if (array.dtype in CACHE_DTYPES) != (live.dtype in DTYPE_NAMES):
+            found.append(f"{where}: state array {i}: file {array.dtype}, model {live.dtype}")
+        elif array.dtype in CACHE_DTYPES and array.shape != live.shape:
             found.append(f"{where}: state array {i} shape: file {array.shape}, model {live.shape}")
     for role in ("k", "v"):
         a, b = getattr(info, role), getattr(probe, role)

@@ -10,6 +10,7 @@ from formats.container import Reader
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
 from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, decode_blocks, positions_of, takes_dim, unrotated
+from kvtool.rope_limits import MAX_ROPE_DIMS, beyond_limits
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import CODECS, Codec
 from veloxquant_mlx.codecs.raw import Raw
@@ -26,13 +27,6 @@ CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ArraysCache": ("state", ()),
     "CacheList": ("list", ()),
 }
-# Faster than any RoPE turns (1 rad a token, a few with odd scalings): beyond it angles have lost their meaning in float64.
-MAX_FREQUENCY = 1e4
-MAX_ROPE_DIMS = 1 << 16
-# Bases are float32 on the device.
-MAX_BASE = 1e30
-# YaRN and longrope scale keys by 1 to 2.
-MAX_MAGNITUDE = 1e6
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 
 
@@ -160,15 +154,11 @@ def rope_of(reader: Reader, index: int | None) -> RopeSpec | None:
         raise ManifestError(f"ropes[{index}] rotates {dims} entries, more than {MAX_ROPE_DIMS}", path=reader.path)
     try:
         rope = RopeSpec.from_json(reader.manifest.ropes[index])
-        fastest = max(map(abs, rope.frequencies))
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ManifestError(f"ropes[{index}] is not valid: {error}", path=reader.path) from error
-    if rope.base is not None and rope.base > MAX_BASE:
-        raise ManifestError(f"ropes[{index}] has base {rope.base:g}, more than {MAX_BASE:g}", path=reader.path)
-    if not 1 / MAX_MAGNITUDE <= rope.magnitude <= MAX_MAGNITUDE:
-        raise ManifestError(f"ropes[{index}] scales keys by {rope.magnitude:g}", path=reader.path)
-    if not fastest <= MAX_FREQUENCY:
-        raise ManifestError(f"ropes[{index}] turns by {fastest:g} rad a token, more than {MAX_FREQUENCY:g}", path=reader.path)
+    problem = beyond_limits(rope)
+    if problem is not None:
+        raise ManifestError(f"ropes[{index}] {problem}", path=reader.path)
     return rope
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from formats.container import TensorPlan
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
 from kvtool.probe import CacheProbe, RoleProbe
+from kvtool.rope_limits import beyond_limits
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import Codec, CodecPlan
 from veloxquant_mlx.codecs.raw import Raw
@@ -159,6 +160,9 @@ class Encoder:
         return Role(heads=heads, dim=dim, dtype=DTYPE_NAMES[source.dtype], rope=rope, segments=segments)
 
     def rope(self, spec: RopeSpec) -> int:
+        problem = beyond_limits(spec)
+        if problem is not None:
+            raise ValueError(f"[save] the file could not be read again: its RoPE {problem}.")
         entry = spec.to_json()
         if entry not in self.ropes:
             self.ropes.append(entry)

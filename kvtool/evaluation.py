@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from formats.errors import IncompatibleError
 from kvtool.archive import Archive
 from kvtool.archive import open as open_archive
-from kvtool.capturing import check_ids, encode_prompt, prefill
+from kvtool.capturing import check_ids, encode_prompt, prefill, token_ids
 from kvtool.model import LoadedModel
 
 ARMS = ("own", "transferred", "none")
@@ -103,6 +103,7 @@ def evaluate(
     try:
         if archive.tokens is None:
             raise IncompatibleError("the file holds no token ids, so there is no own prefill to compare with", path=archive.path)
+        archive.check_tokens(model)
         prefix = list(archive.tokens[: archive.length])
         ids = continuation(model, text, prefix)
         n = min(tokens, len(ids) - 1)
@@ -125,7 +126,7 @@ def evaluate(
 
 def continuation(model: LoadedModel, text: str | Sequence[int], prefix: Sequence[int]) -> list[int]:
     """Token ids to score: those of the text, without the cached prefix where the text begins with it."""
-    ids = encode_prompt(model, text) if isinstance(text, str) else [int(t) for t in text]
+    ids = encode_prompt(model, text) if isinstance(text, str) else token_ids(text)
     if ids[: len(prefix)] == list(prefix):
         ids = ids[len(prefix) :]
     elif isinstance(text, str):

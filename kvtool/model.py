@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path, load
 
 from formats.errors import IncompatibleError
@@ -22,6 +22,8 @@ from kvtool.identity import digest_of_tokenizer, weights_digest
 logger = logging.getLogger(__name__)
 
 REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# What a config, a tokenizer or weights that are not as mlx-lm expects them raise inside it; RuntimeError is MLX's own.
+UNLOADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError, RuntimeError, OSError)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -71,7 +73,7 @@ def load_model(source: str | Path, *, dtype: str = "auto") -> LoadedModel:
     config = _config(folder)
     try:
         model, tokenizer = load(str(folder))[:2]
-    except (ValueError, FileNotFoundError, KeyError) as error:
+    except UNLOADABLE as error:
         raise IncompatibleError(
             f"mlx-lm cannot load this model: {error}", path=str(folder), hint="check the path, and that mlx-lm supports its model_type"
         ) from error
@@ -112,6 +114,10 @@ def _folder(source: str | Path) -> Path:
         return hf_repo_to_path(str(source))
     except LocalEntryNotFoundError:
         logger.info("downloading %s", source)
+    except HFValidationError as error:
+        raise IncompatibleError(
+            "no such directory", path=str(folder), hint="give a model directory, a repository id such as org/name, or tiny-a"
+        ) from error
     try:
         return Path(snapshot_download(str(source), allow_patterns=DEFAULT_ALLOW_PATTERNS))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -125,8 +131,11 @@ def _folder(source: str | Path) -> Path:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise IncompatibleError("no config.json", path=str(folder), hint="give the directory that mlx-lm can load") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IncompatibleError(f"not JSON ({error})", path=str(path), hint="download the model again") from error
+    if not isinstance(config, dict):
+        raise IncompatibleError(f"holds a {type(config).__name__}, not an object", path=str(path), hint="download the model again")
+    return config

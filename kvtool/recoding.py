@@ -18,10 +18,11 @@ from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment
 from kvtool.archive import Archive, SaveReport, codec_plan, live_sizes, write_archive
 from kvtool.archive import open as open_archive
 from kvtool.compat import check_layers, short
-from kvtool.decoding import FLOATS, MAX_BASE, check_role, codec_of, decode_role, decode_segment, part_dtypes, rope_of
+from kvtool.decoding import FLOATS, check_role, codec_of, decode_role, decode_segment, part_dtypes, rope_of
 from kvtool.encoding import MLX_AFFINE, Encoder, RoleSource, SegmentWork, positions_of
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe, probe_model
+from kvtool.rope_limits import MAX_BASE
 from kvtool.states import Quantized
 from veloxquant_mlx.codecs import Codec, CodecPlan
 from veloxquant_mlx.codecs.raw import Raw

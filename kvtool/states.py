@@ -136,11 +136,17 @@ def _differences(where: str, state: CacheState, probe: CacheProbe) -> Iterator[t
     ]
     for name, array, role in (("K", state.k, probe.k), ("V", state.v, probe.v)):
         if array is not None:
+            if not mx.issubdtype(array.dtype, mx.floating):
+                fields.append((f"{name} dtype", array.dtype, getattr(role, "dtype", None)))
             heads, _, dim = array.shape
             fields += [(f"{name} heads", heads, getattr(role, "heads", None)), (f"{name} dim", dim, getattr(role, "dim", None))]
     for i, (a, p) in enumerate(zip(state.arrays, probe.arrays, strict=False)):
         # Integer state is a window of token ids, whose length varies.
-        if a is not None and p is not None and mx.issubdtype(a.dtype, mx.floating):
+        if a is None or p is None:
+            continue
+        if mx.issubdtype(a.dtype, mx.floating) != mx.issubdtype(p.dtype, mx.floating):
+            fields.append((f"state array {i} dtype", a.dtype, p.dtype))
+        elif mx.issubdtype(a.dtype, mx.floating):
             fields.append((f"state array {i} shape", tuple(a.shape), p.shape))
     yield from ((where, f"{name} {ours}, not {theirs}") for name, ours, theirs in fields if ours != theirs)
 

@@ -26,7 +26,7 @@ ALLOWED = {
         "formats",
     },
     "kvtool.tiny.training": {"numpy", "torch", "tokenizers", "safetensors", "mlx", "mlx_lm", "kvtool"},
-    "kvtool": {"numpy", "mlx", "mlx_lm", "click", "blake3", "huggingface_hub", "formats", "veloxquant_mlx", "kvtool"},
+    "kvtool": {"numpy", "mlx", "mlx_lm", "click", "blake3", "huggingface_hub", "jinja2", "formats", "veloxquant_mlx", "kvtool"},
     "tests.oracles": {"numpy"},
     "tests.codec_oracles": {"numpy"},
 }

@@ -4,8 +4,11 @@ Exit codes: 0 sound, 1 problems found (check, diff) or an I/O error, 2 usage, 3 
 7 quality below the policy asked for, 130 interrupted.
 """
 
+import errno
 import importlib
+import io
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ import click
 
 from formats.errors import BackendError, KVError
 from kvtool.blas import use_openblas
+from kvtool.cli._common import printable
 from kvtool.version import __version__
 
 COMMANDS = {
@@ -31,6 +35,7 @@ INTERRUPTED = 130
 USAGE = 2
 IO_ERROR = 1
 BACK_END = ("mlx", "mlx_lm")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LazyGroup(click.Group):
@@ -67,8 +72,24 @@ def group(verbose: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    _settle_streams()
     args = list(sys.argv[1:] if argv is None else argv)
     sys.exit(run(args))
+
+
+def _settle_streams() -> None:
+    """Fill closed standard descriptors, and print what a terminal's encoding lacks as escapes.
+
+    Else the next file opened takes a closed one's number: MLX cannot read a file numbered 0, and a file numbered 1 takes print's output.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run(args: list[str]) -> int:
@@ -97,17 +118,24 @@ def run(args: list[str]) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | FileExistsError)
-        return _report(
-            args, error, None if missing else "nothing was written; free space or try another disk", USAGE if missing else IO_ERROR
-        )
+        return _report(args, error, "free space or try another disk" if error.errno in FULL else None, _os_code(error))
+    except (MemoryError, RuntimeError) as error:
+        # MLX's own errors, such as memory that it could not get.
+        return _report(args, error, None, IO_ERROR)
+
+
+def _os_code(error: OSError) -> int:
+    """Exit code: a path that cannot be as the caller gave it is usage, anything else the disk's own error."""
+    wrong = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | FileExistsError)
+    return USAGE if wrong or error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL) else IO_ERROR
 
 
 def _report(args: list[str], error: Exception, hint: str | None, code: int) -> int:
     if any(a.startswith("-vv") for a in args[:2]):
         traceback.print_exception(error, file=sys.stderr)
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename and error.strerror else str(error)
-    click.echo(f"error: {text}", err=True)
+    lines = (text or type(error).__name__).splitlines()
+    click.echo("error: " + "\n".join(map(printable, lines)), err=True)
     if hint:
-        click.echo(f"hint: {hint}", err=True)
+        click.echo(f"hint: {printable(hint)}", err=True)
     return code

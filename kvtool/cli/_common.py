@@ -1,6 +1,7 @@
 """What several commands share: options, progress on stderr, JSON on stdout."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import click
 
+from formats.atomic import target_of
 from formats.errors import KVError
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -29,12 +31,28 @@ frame_option = click.option("--frame", type=click.Choice(["pre", "post"]), help=
 
 def emit(as_json: bool, data: dict[str, Any], text: str) -> None:
     """Print a result on stdout, as one JSON object or as text."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False) if as_json else text)
+    # What the terminal's encoding lacks stays valid JSON as an escape.
+    unicode = getattr(sys.stdout, "encoding", "utf-8").lower().replace("-", "") == "utf8"
+    click.echo(json.dumps(_finite(data), indent=2, ensure_ascii=not unicode, allow_nan=False) if as_json else text)
+
+
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinities, which JSON does not have, as null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def printable(text: str) -> str:
+    """Text of a file from strangers for a terminal: control characters, line ends too, as escapes."""
+    return "".join(char if char >= " " and not "\x7f" <= char <= "\x9f" else f"\\x{ord(char):02x}" for char in text)
 
 
 def note(text: str) -> None:
     """Print a remark on stderr."""
-    click.echo(f"note: {text}", err=True)
+    click.echo(f"note: {printable(text)}", err=True)
 
 
 @contextmanager
@@ -58,6 +76,8 @@ def read_text(path: str) -> str:
     Raises:
         click.UsageError: not UTF-8.
     """
+    if path == "-" and sys.stdin is None:
+        raise click.UsageError("there is no stdin to read")
     data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
         return data.decode("utf-8")
@@ -74,12 +94,21 @@ def read_tokens(path: str) -> list[int]:
     text = read_text(path)
     try:
         ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{path}: token ids must be a JSON list or integers ({error})") from error
     wrong = next((t for t in ids if not isinstance(t, int) or isinstance(t, bool)), None)
     if wrong is not None:
         raise click.UsageError(f"{path}: token ids must be integers, but one is {wrong!r}")
     return list(ids)
+
+
+def check_target(path: str) -> None:
+    """Find out before the work, not after it, that a file cannot be written there.
+
+    Raises:
+        OSError: its folder is missing, its name is too long, or it is a folder or a device.
+    """
+    target_of(path)
 
 
 def percent(part: float, whole: float) -> str:
@@ -104,7 +133,8 @@ def save_lines(report: Any) -> str:
 
 def quality_line(step: dict[str, Any]) -> str:
     """One entry of a file's quality record as text."""
-    figures = [f"{label} {step[key]:.3g}" for key, label in (("k_relative_error", "keys"), ("v_relative_error", "values")) if key in step]
+    roles = (("keys", step.get("k_relative_error")), ("values", step.get("v_relative_error")))
+    figures = [f"{label} {figure:.3g}" for label, figure in roles if isinstance(figure, int | float)]
     before = ", of what mlx-lm had quantised" if step.get("requantised") else ""
     error = f"squared error / energy: {', '.join(figures)}" if figures else "no added error"
     return f"{step['step']} {step.get('codec', '')}{before}: {error}"

@@ -10,6 +10,7 @@ from formats.errors import IncompatibleError
 from formats.files import naming
 from kvtool.cli._common import (
     bar,
+    check_target,
     dtype_option,
     emit,
     frame_option,
@@ -74,6 +75,7 @@ def command(
         raise click.UsageError("give one of --prompt, --prompt-file, --tokens, or --from-cache (with --tokens where the ids are known)")
     if chat and not (prompt or prompt_file):
         raise click.UsageError("--chat goes with --prompt or --prompt-file")
+    check_target(output)
     ids = None if tokens_file is None else read_tokens(tokens_file)
     text = read_text(prompt_file) if prompt_file is not None else prompt
 

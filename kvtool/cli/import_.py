@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtool import tiny
-from kvtool.cli._common import bar, dtype_option, emit, json_option, model_option, note, quality_line, read_text
+from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, model_option, note, quality_line, read_text
 
 if TYPE_CHECKING:
     from kvtool.model import LoadedModel
@@ -56,14 +56,19 @@ def command(
         raise click.UsageError("give one of --prompt and --prompt-file")
     if target is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("--to writes the cache alone; give the prompt to mlx_lm.generate")
+    if target is not None:
+        check_target(target[1])
 
     from kvtool.archive import cast_note
     from kvtool.archive import open as open_archive
+    from kvtool.capturing import check_ids
     from kvtool.foreign import write_mlx_lm
     from kvtool.model import load_model
 
     text = read_text(prompt_file) if prompt_file is not None else prompt
     model = load_model(model_name, dtype=dtype)
+    suffix = [] if text is None else list(model.tokenizer.encode(text, add_special_tokens=False))
+    check_ids(model, suffix)
     with open_archive(source) as archive:
         if target is not None:
             probes = archive.check(model, allow_mismatch=allow_mismatch)
@@ -99,7 +104,6 @@ def command(
     for remark in (*map(quality_line, quality), *restored.notes):
         note(remark)
     usable = restored.usable
-    suffix = [] if text is None else list(model.tokenizer.encode(text, add_special_tokens=False))
     ids = [*(restored.tokens or ())[restored.usable :], *suffix] if suffix else restored.pending()
     pieces: list[str] = []
     last: Any = None

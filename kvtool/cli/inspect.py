@@ -6,7 +6,7 @@ import click
 
 from formats.container import Reader, open_container
 from formats.manifest import ITEM_BYTES, CacheInfo, Role
-from kvtool.cli._common import emit, json_option, percent, quality_line
+from kvtool.cli._common import emit, json_option, percent, printable, quality_line
 
 
 @click.command("inspect")
@@ -95,21 +95,22 @@ def as_text(data: dict[str, Any]) -> str:
         f"tokens     {data['usable_tokens']} usable, {tokens}",
         f"size       {data['bits_per_value'] or 0:.3f} bits a value, header included: {share} of 16 bits",
     ]
-    if data["origin"]:
-        lines.append(f"origin     computed by {data['origin']['name']}, weights {_short(data['origin']['weights'])}")
+    if isinstance(data["origin"], dict):
+        lines.append(f"origin     computed by {data['origin'].get('name')}, weights {_short(data['origin'].get('weights'))}")
     for rope in data["ropes"]:
         what = f"base {rope['base']:g}" if rope["base"] is not None else f"{len(rope['periods'])} periods"
         factors = f"scale {rope['scale']:g}, magnitude {rope['magnitude']:g}"
         lines.append(f"rope       {rope['kind']}, {rope['dims']} dims, {rope['pairing']}, {what}, {factors}")
-    for name, problem in data["rope_problems"].items():
+    problems = data["rope_problems"]
+    for name, problem in problems.items() if isinstance(problems, dict) else ():
         lines.append(f"rope       {name}: {problem}")
     lines += _grouped(data["layers"])
     lines += [f"quality    {quality_line(step)}" for step in data["quality"]]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
-def _short(digest: str | None) -> str:
-    return "unknown" if digest is None else digest[:12]
+def _short(digest: Any) -> str:
+    return "unknown" if digest is None else str(digest)[:12]
 
 
 def _grouped(layers: list[dict[str, Any]]) -> list[str]:

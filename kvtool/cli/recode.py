@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import click
 
-from kvtool.cli._common import bar, dtype_option, emit, frame_option, json_option, recent_option, save_lines, sink_option
+from kvtool.cli._common import bar, check_target, dtype_option, emit, frame_option, json_option, recent_option, save_lines, sink_option
 
 
 @click.command("recode")
@@ -42,6 +42,8 @@ def command(
       kvtool recode report.kv -o report.kv --codec rvq-2+2
       kvtool recode report.kv -o later.kv --rope-theta 500000 --shift 128
     """
+    check_target(output)
+
     from kvtool.model import load_model
     from kvtool.recoding import recode
 
