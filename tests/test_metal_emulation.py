@@ -306,6 +306,11 @@ def test_vectors() -> None:
     np.testing.assert_array_equal(run(body, [X]), x + 2 * 3.5 + 3 * (4 + x) + 4 * 3 + 4 + 1 + 7)
 
 
+def test_denormals_are_flushed_in_single_but_not_in_half_precision() -> None:
+    body = "out[l] = x[l] * 1e-30f == 0.0f && float(half(y[l]) * 0.5h) != 0.0f ? 1.0f : 0.0f;"
+    assert run(body, [mx.full((N,), 1e-10), mx.full((N,), 1e-7)]).all()
+
+
 def test_special_values() -> None:
     x = mx.array(np.array([np.nan, np.inf, -np.inf, -0.0] * 16, np.float32))
     body = "out[l] = float(isnan(x[l])) + 2.0f * float(isinf(x[l])) + 4.0f * float(signbit(x[l])) + 8.0f * float(x[l] >= 0.0f);"

@@ -26,6 +26,7 @@ constexpr uint GROUP_ARENA = 256 << 10, GAP = 1024;   // gaps between the arrays
 constexpr uintptr_t SLOT = 1ull << 32;                // address space per buffer: an index off by up to 2 GiB still names its buffer
 constexpr uint MAX_BUFFERS = 31;                      // Metal's limit
 constexpr uint32_t NEVER = 0;
+constexpr unsigned FLUSH_DENORMALS = 0x8040;          // Apple GPUs flush float32 denormals, in and out; half keeps them
 
 enum State { READY, AT_SIMD, AT_GROUP, RETURNED };
 
@@ -591,11 +592,14 @@ int emu_run(void* entry, const EmuBuffer* given, uint count, const uint* grid, c
   group_base = 0;
   group_threads = 0;
   bool fine = true;
+  const unsigned control = __builtin_ia32_stmxcsr();
+  __builtin_ia32_ldmxcsr(control | FLUSH_DENORMALS);
   for (uint i : order) {
     group_base += group_threads;
     fine = run_group(uint3{i % groups.x, i / groups.x % groups.y, i / (groups.x * groups.y)}, all, each, random);
     if (!fine) break;
   }
+  __builtin_ia32_ldmxcsr(control);
   if (fine) {
     for (uint i = 0; i < count && fine; i++) {
       Buffer& b = buffers[i];
