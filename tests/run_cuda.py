@@ -68,7 +68,7 @@ def _compiles_once(lengths) -> str | None:
     first = compiled()
     for n in lengths.lengths[1:]:
         call(case, lengths.arguments(n))
-    return None if compiled() == first else f"compiled anew: {sorted(compiled() - first)}"
+    return None if compiled() == first else f"compiled anew: {sorted(map(str, compiled() - first))}"
 
 
 if __name__ == "__main__":

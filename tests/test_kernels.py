@@ -4,8 +4,9 @@ Without an Apple GPU the Metal column runs in the emulation of tests/metal_emula
 """
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,8 +17,8 @@ from tests.kernel_cases._case import Case, ErrorCase, LengthCase
 from tests.kernel_cases._run import call, check, check_error, dispatches
 from tests.metal_emulation.emulator import EmulatedMetal, compile_all, generated, unavailable
 from veloxquant_mlx import metal
-from veloxquant_mlx.metal._backend import cuda_available, forced, metal_available
-from veloxquant_mlx.metal._kernel import compiled, using
+from veloxquant_mlx.metal._backend import backend, cuda_available, forced, metal_available
+from veloxquant_mlx.metal._kernel import Kernel, compiled, dims, using
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / ".cache" / "kernel-table.txt"
@@ -139,7 +140,67 @@ def test_no_fewer_cases_than_committed(function: str, request: pytest.FixtureReq
             assert ran[function, column] >= committed[column], f"{column}: {ran[function, column]} ran"
 
 
-def test_device_is_named() -> None:
-    """The back end follows the default device."""
-    device = mx.default_device()
-    assert (device.type == mx.DeviceType.gpu) == (metal_available() or cuda_available())
+def test_back_end_follows_the_default_device() -> None:
+    with mx.stream(mx.cpu):
+        assert backend() == "cpu"
+    gpu = mx.default_device().type == mx.DeviceType.gpu
+    assert gpu == (metal_available() or cuda_available())
+    assert backend() == ("metal" if gpu and metal_available() else "cuda" if gpu else "cpu")
+
+
+def test_back_end_can_be_forced_for_a_block() -> None:
+    outside = backend()
+    with forced("cpu"):
+        assert backend() == "cpu"
+        with using(lambda *_: []):
+            assert backend() == "metal"
+        assert backend() == "cpu"
+    assert backend() == outside
+
+
+WRITE = {"inputs": ("x",), "outputs": ("out",), "sources": (), "cuda": ""}
+LAUNCH = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)], "output_dtypes": [mx.float32]}
+
+
+def test_equal_names_never_share_code() -> None:
+    one, two = (Kernel(name="same", metal=f"out[thread_position_in_grid.x] = {v};", **WRITE) for v in ("1.0f", "2.0f"))
+    names = [re.findall(r"void (\w+)\(", generated(k, (mx.float32,), (), (mx.float32,))) for k in (one, two)]
+    assert len(names[0]) == len(names[1]) == 1
+    assert names[0] != names[1]
+
+
+def test_inputs_reach_a_launcher_with_8_elements_or_more() -> None:
+    """MLX would pass fewer in the constant address space."""
+    sizes = []
+
+    def launcher(kernel: Kernel, arrays: Sequence[mx.array], *_: object) -> list[mx.array]:
+        sizes.extend((a.shape, a.tolist()) for a in arrays)
+        return []
+
+    kernel = Kernel(name="sizes", metal="", **{**WRITE, "inputs": ("x", "y", "z")})
+    with using(launcher):
+        kernel([mx.array(3.0), mx.ones((2, 2)), mx.ones((2, 4))], **LAUNCH)
+    assert sizes == [((8,), [3.0] + [0.0] * 7), ((8,), [1.0] * 4 + [0.0] * 4), ((2, 4), [[1.0] * 4] * 2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"grid": (0, 1, 1)}, "grid must have at least one thread"),
+        ({"threadgroup": (1025, 1, 1)}, "threadgroup must have 1 to 1024 threads"),
+        ({"threadgroup": (0, 1, 1)}, "threadgroup must have 1 to 1024 threads"),
+        ({}, "backend must be metal or cuda, but got cpu"),
+    ),
+)
+def test_impossible_launches_are_refused(change: dict, message: str) -> None:
+    kernel = Kernel(name="launch", metal="", **WRITE)
+    with forced("cpu"), pytest.raises(ValueError, match=message):
+        kernel([mx.ones((8,))], **(LAUNCH | change))
+    with pytest.raises(ValueError, match="arrays must be 1, but got 2"):
+        kernel([mx.ones((8,))] * 2, **LAUNCH)
+
+
+def test_dims_are_int32_and_at_least_8() -> None:
+    assert dims(5, 7).tolist() == [5, 7, 0, 0, 0, 0, 0, 0]
+    assert dims(*range(9)).shape == (9,)
+    assert dims(1).dtype == mx.int32

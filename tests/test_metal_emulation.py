@@ -90,6 +90,11 @@ FAULTS = {
         "const half2 v = ((threadgroup const half2*)a)[l / 2];\nout[l] = float(v.x);",
         "misaligned",
     ),
+    "lambda": ("auto f = [&](uint i) { return x[i]; };\nout[l] = f(l);", "no lambda"),
+    "long-long": ("long long i = l;\nout[l] = float(i);", "Metal has no `long long`"),
+    "static": ("static float s = 0.0f;\nout[l] = s;", "static variable must be constant"),
+    "bool-shuffle": ("out[l] = simd_shuffle(x[l] > 0.0f, ushort(0)) ? 1.0f : 0.0f;", "does not compile(.|\n)*8 to 32 bits"),
+    "long-sum": ("out[l] = float(simd_sum(ulong(l)));", "does not compile(.|\n)*8 to 32 bits"),
     "double-literal": ("out[l] = 0.1 * x[l];", "does not compile(.|\n)*implicit conversion"),
     "float-to-half-by-itself": ("const half h = x[l];\nout[l] = float(h);", "does not compile(.|\n)*implicit conversion"),
     "float-to-bfloat-by-itself": ("const bfloat h = x[l];\nout[l] = float(h);", "does not compile(.|\n)*implicit conversion"),
@@ -140,6 +145,25 @@ def test_fault_is_found(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) 
     body, report = FAULTS[fault]
     with pytest.raises(MetalFault, match=report):
         run(body, [X], seed=seed)
+
+
+# Rules for device functions: (header, what the report says)
+HEADERS = {
+    "reference-without-space": ("inline float f(float (&v)[2]) { return v[0]; }", "address space"),
+    "pointer-without-space": ("template <typename T>\ninline float f(const T* v) {\n  return float(v[0]);\n}", "address space"),
+    "global": ("namespace kvtool {\nconstexpr int WIDTH = 4;\n}", "outside functions must be constant"),
+    "global-array": ("const float TABLE[2] = {1.0f, 2.0f};", "outside functions must be constant"),
+    "threadgroup-variable": ("inline float f() {\n  threadgroup float t[4];\n  return 0.0f;\n}", "only there"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_rules_of_device_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    header, report = HEADERS[name]
+    monkeypatch.setattr(Kernel, "header", lambda self, language: header + "\n")
+    kernel = Kernel(f"rule_{name.replace('-', '_')}", (), ("out",), (), "out[thread_position_in_grid.x] = 0.0f;", "")
+    with using(EmulatedMetal()), pytest.raises(MetalFault, match=report):
+        kernel([], grid=(8, 1, 1), threadgroup=(8, 1, 1), output_shapes=[(8,)], output_dtypes=[mx.float32])
 
 
 def test_more_than_1024_threads() -> None:

@@ -443,9 +443,13 @@ EMU_PLAIN static void exchange(T x, int operation, int line, Lanes<T>& r) {
   r.active = emu_exchange(operation, line, &x, r.value, sizeof(T));
   r.self = emu_lane();
 }
+template <typename T>
+constexpr bool shuffles = !is_same_v<typename Vector<T>::element, bool> && sizeof(typename Vector<T>::element) <= 4;
+#define EMU_SHUFFLES(T) static_assert(emu::shuffles<T>, "SIMD functions take elements of 8 to 32 bits, and no bool")
 // A tree in the order of a butterfly, lanes 16 apart first; inactive lanes do not count.
 template <typename T, typename F>
 EMU_PLAIN static T reduce(T x, int operation, int line, F f) {
+  EMU_SHUFFLES(T);
   Lanes<T> r;
   exchange(x, operation, line, r);
   uint active = r.active;
@@ -460,6 +464,7 @@ EMU_PLAIN static T reduce(T x, int operation, int line, F f) {
 }
 template <typename T>
 EMU_PLAIN static T pick(T x, uint lane, int operation, int line) {
+  EMU_SHUFFLES(T);
   Lanes<T> r;
   exchange(x, operation, line, r);
   if (lane >= 32) emu_fail("a shuffle reads a lane above 31", line);
@@ -468,6 +473,7 @@ EMU_PLAIN static T pick(T x, uint lane, int operation, int line) {
 }
 template <typename T, typename F>
 EMU_PLAIN static T scan(T x, bool inclusive, T start, int line, F f) {
+  EMU_SHUFFLES(T);
   Lanes<T> r;
   exchange(x, inclusive ? OP_PREFIX_INCLUSIVE : OP_PREFIX_EXCLUSIVE, line, r);
   T sum = start;

@@ -1,6 +1,7 @@
 """Metal source as MLX generates it, to C++ for runtime.h: what macros cannot do, and rules of Metal that C++ does not have."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 SCALARS = "half|bfloat|float|char|uchar|short|ushort|int|uint|long|ulong"
@@ -19,8 +20,6 @@ GROUP_VARIABLE = re.compile(
 UNQUALIFIED_LOCAL = re.compile(
     r"(?<=[;{}\n])\s*(?:const\s+)?(?:auto|[A-Za-z_][\w:]*(?:<[^;<>]*>)?)\s*(?:const\s*)?[*&]\s*(?:const\s+)?\w+\s*=[^=]"
 )
-FUNCTION = re.compile(r"[\w>&*\]]\s+[\w:]*(?:operator\S+)?\w*\s*\((?P<parameters>[^(){};]*)\)\s*(?:const\s*)?\{")
-NOT_FUNCTIONS = re.compile(r"\b(?:if|for|while|switch|return)\s*$")
 
 
 class SourceError(RuntimeError):
@@ -146,23 +145,71 @@ def _depth(code: str, end: int) -> int:
     return code.count("{", 0, end) - code.count("}", 0, end)
 
 
+# ---- Rules of Metal that C++ does not have
+
+FORBIDDEN = re.compile(
+    r"\b(?:double|long\s+long|goto|try|catch|throw|new|delete|dynamic_cast|typeid|virtual|noexcept|thread_local|register|asm|mutable)\b|\bstd::"
+)
+LAMBDA = re.compile(r"(?:[=(,]|\breturn)\s*\[[&=\w,\s]*\]\s*[({]")
+STATIC_VARIABLE = re.compile(r"\bstatic\b(?P<declaration>[^;{}()]*?)[=;\[]")
+SPACE = re.compile(rf"\b(?:{'|'.join(SPACES)})\b")
+
+
 def _lint(code: str, signature: re.Match[str]) -> None:
+    code = re.sub(r"^[ \t]*#[^\n]*", "", code[: signature.start()], flags=re.MULTILINE) + code[signature.start() :]
     problems = []
 
     def report(at: int, text: str) -> None:
         problems.append(f"kernel.metal:{code.count(chr(10), 0, at) + 1}: {text}")
 
-    for match in re.finditer(r"\b(?:double|long double|goto|try|catch|throw|new|delete|dynamic_cast|virtual)\b", code):
+    for match in FORBIDDEN.finditer(code):
         report(match.start(), f"Metal has no `{match[0]}`")
+    for match in LAMBDA.finditer(code):
+        report(match.start(), "Metal has no lambda expressions before version 4")
     for match in VECTOR_CAST.finditer(code):
         report(match.start(), f"{match[0]!r}: convert vectors by construction, as in float4(x)")
     for match in UNQUALIFIED_LOCAL.finditer(code):
         report(match.end() - 1, f"{match[0].strip()!r}: a pointer or reference needs an address space")
-    for match in FUNCTION.finditer(code):
-        if NOT_FUNCTIONS.search(code[: match.start("parameters") - 1].rstrip()) or match.start() >= signature.start():
-            continue
-        for parameter in _split(match["parameters"]):
-            if re.search(r"[*&]", parameter) and not any(re.search(rf"\b{s}\b", parameter) for s in SPACES):
-                report(match.start("parameters"), f"{parameter.strip()!r}: a pointer or reference needs an address space")
+    for match in STATIC_VARIABLE.finditer(code):
+        if "constant" not in match["declaration"]:
+            report(match.start(), f"{match[0].strip()!r}: a static variable must be constant")
+    for at, parameters in _functions(code):
+        for parameter in _split(parameters):
+            if re.search(r"[*&]", parameter) and not SPACE.search(parameter):
+                report(at, f"{parameter.strip()!r}: a pointer or reference needs an address space")
+    for at, declaration in _namespace_variables(code):
+        report(at, f"{declaration!r}: a variable outside functions must be constant")
     if problems:
         raise SourceError("\n".join(problems))
+
+
+def _functions(code: str) -> Iterator[tuple[int, str]]:
+    """Where the parameters of each function definition begin, and their text."""
+    for match in re.finditer(r"\)\s*(?:const\s*)?\{", code):
+        depth, at = 1, match.start()
+        while depth:
+            at -= 1
+            depth += (code[at] == ")") - (code[at] == "(")
+        name = re.search(r"([\w\]=+*/<>-]+)\s*$", code[:at])
+        if name and name[1] not in ("if", "for", "while", "switch") and "[[" not in code[at : match.start()]:
+            yield at, code[at + 1 : match.start()]
+
+
+def _namespace_variables(code: str) -> Iterator[tuple[int, str]]:
+    """Definitions with an initialiser at namespace scope that are not constant."""
+    scopes: list[bool] = []  # whether each open brace is a namespace
+    start = 0
+    for at, character in enumerate(code):
+        if character not in "{};":
+            continue
+        chunk = code[start:at].strip()
+        if character == "{":
+            scopes.append(bool(re.match(r"(?:inline\s+)?namespace\b", chunk)))
+            variable = chunk.endswith("=") and all(scopes[:-1])
+        else:
+            variable = character == ";" and "=" in chunk and all(scopes)
+        if variable and not re.match(r"using\b|template\b|static_assert\b|\}", chunk) and not re.search(r"\bconstant\b", chunk):
+            yield at, chunk
+        if character == "}" and scopes:
+            scopes.pop()
+        start = at + 1

@@ -28,7 +28,7 @@ SUFFIX = {"metal": ".metal", "cuda": ".cu"}
 MAX_THREADGROUP = 1024
 
 _launcher: ContextVar[Launcher | None] = ContextVar("kernel_launcher", default=None)
-_compiled: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+_compiled: set[tuple[str, tuple[tuple[str, bool | int | mx.Dtype], ...]]] = set()
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Kernel:
         if min(grid) < 1:
             raise ValueError(f"[{self.name}] grid must have at least one thread, but got {grid}.")
         arrays = [at_least_8(a) for a in arrays]
-        _compiled.add((self.name, tuple((key, str(value)) for key, value in template)))
+        _compiled.add((self.name, tuple(template)))
         launcher = _launcher.get()
         if launcher is not None:
             return launcher(self, arrays, template, grid, threadgroup, output_shapes, output_dtypes)
@@ -130,7 +130,7 @@ def dims(*sizes: int) -> mx.array:
     return mx.array([*sizes, *[0] * (8 - len(sizes))], dtype=mx.int32)
 
 
-def compiled() -> frozenset[tuple[str, tuple[tuple[str, str], ...]]]:
+def compiled() -> frozenset[tuple[str, tuple[tuple[str, bool | int | mx.Dtype], ...]]]:
     """(name, template) of every kernel called so far in this process: what has been compiled."""
     return frozenset(_compiled)
 
