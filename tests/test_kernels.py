@@ -12,8 +12,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.kernel_cases import CASES, ERRORS, LENGTHS
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase
+from tests.kernel_cases import CASES, ERRORS, LENGTHS, MUTATIONS
+from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation
 from tests.kernel_cases._run import call, check, check_error, dispatches
 from tests.metal_emulation.emulator import EmulatedMetal, compile_all, generated, unavailable
 from veloxquant_mlx import metal
@@ -71,6 +71,11 @@ def test_rows_are_unique() -> None:
     repeated = [key for key, n in Counter(row.id for row in (*CASES, *ERRORS, *LENGTHS)).items() if n > 1]
     assert not repeated
     assert not {row.function for row in (*CASES, *ERRORS, *LENGTHS)} - set(metal.FUNCTIONS)
+
+
+@pytest.mark.parametrize("rows", (CASES, ERRORS, LENGTHS, MUTATIONS), ids=("cases", "errors", "lengths", "mutations"))
+def test_every_function_has_rows_of_every_kind(rows: Sequence[Case | ErrorCase | LengthCase | Mutation]) -> None:
+    assert not set(metal.FUNCTIONS) - {row.function for row in rows}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
