@@ -40,6 +40,13 @@ def emulation(request: pytest.FixtureRequest) -> EmulatedMetal:
     return EmulatedMetal()
 
 
+def absent() -> dict[str, str]:
+    """Columns that this machine cannot run, and why."""
+    metal_reason = None if metal_available() else unavailable()
+    cuda_reason = None if cuda_available() else "MLX sees no CUDA GPU"
+    return {column: reason for column, reason in (("metal", metal_reason), ("cuda", cuda_reason)) if reason}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def result_table(request: pytest.FixtureRequest) -> Iterator[None]:
     """Write what ran, per function and column."""
@@ -49,6 +56,7 @@ def result_table(request: pytest.FixtureRequest) -> Iterator[None]:
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text("\n".join([head, *rows.values()]) + "\n", encoding="utf-8")
     shown = [row for f, row in rows.items() if any(ran[f, c] for c in COLUMNS)]
+    shown += [f"{column} did not run: {reason}" for column, reason in absent().items()]
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print("\n" + "\n".join([head, *shown]))
 
@@ -137,11 +145,10 @@ def test_no_fewer_cases_than_committed(function: str, request: pytest.FixtureReq
     committed = json.loads(COUNTS.read_text(encoding="utf-8"))[function]
     rows = {"definition": CASES, "metal": emulated, "cuda": CASES, "errors": ERRORS}
     selected = Counter(item.name for item in request.session.items)
-    absent = {"metal": not metal_available() and unavailable() is not None, "cuda": not cuda_available()}
     for column in COLUMNS:
         own = [row for row in rows[column] if row.function == function]
         assert len(own) >= committed[column], f"{column}: {len(own)} rows, {committed[column]} committed"
-        if all(selected[f"test_{column}[{row.id}]"] for row in own) and not absent.get(column):
+        if all(selected[f"test_{column}[{row.id}]"] for row in own) and column not in absent():
             assert ran[function, column] >= committed[column], f"{column}: {ran[function, column]} ran"
 
 
