@@ -12,12 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mlx.core as mx
 
-from tests.kernel_cases import CASES, ERRORS, LENGTHS
-from tests.kernel_cases._case import Case
-from tests.kernel_cases._run import call, check, check_error
 from veloxquant_mlx.metal import FUNCTIONS
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._kernel import compiled
+from veloxquant_mlx.selftest.case import Case
+from veloxquant_mlx.selftest.cases import CASES, ERRORS, LENGTHS
+from veloxquant_mlx.selftest.run import call, check, check_error
 
 
 def main(chosen: list[str]) -> int:

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from formats.bitpack import pack
-from tests.kernel_cases import fused_sdpa, rabitq_attend, rvq_attend, scalar_attend
-from tests.kernel_cases._case import to_mlx
-from tests.kernel_oracles.attend import rotation
 from tests.metal_emulation.emulator import EmulatedMetal, unavailable
 from veloxquant_mlx import metal
 from veloxquant_mlx.metal._attend import hadamard_matrix, merge_parts, packed_width, unpack_codes
 from veloxquant_mlx.metal._attend_launch import MAX_POOL, MAX_REGISTERS, pool_floats, tile
 from veloxquant_mlx.metal._backend import forced
 from veloxquant_mlx.metal._kernel import using
+from veloxquant_mlx.selftest.case import to_mlx
+from veloxquant_mlx.selftest.cases import fused_sdpa, rabitq_attend, rvq_attend, scalar_attend
+from veloxquant_mlx.selftest.oracles.attend import rotation
 
 
 @pytest.fixture(params=["definition", "metal"])

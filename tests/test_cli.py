@@ -16,6 +16,7 @@ from formats.container import open_container
 from kvtool.cli import run
 from kvtool.model import load_model
 from kvtool.tiny import path
+from veloxquant_mlx.selftest import run as selftest_run
 
 PROMPT = "The committee met on the second day of the month and heard the report of its treasurer. " * 8
 
@@ -313,3 +314,18 @@ def test_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert target.read_bytes() == b"old" and sorted(p.name for p in tmp_path.iterdir()) == ["out.kv", "prompt.txt"]
+
+
+def test_selftest(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case passes here, as many as must; a kernel that gives wrong numbers is named and makes the command fail."""
+    data = out_json(capsys, run(["selftest", "--json"]))
+    assert data["passed"] == data["expected"] > 800 and not data["failures"] and len(data["functions"]) == 29
+    wrong = attempt_wrongly
+    monkeypatch.setattr(selftest_run, "attempt", wrong)
+    data = out_json(capsys, run(["selftest", "--function", "qjl_encode", "--json"]), expected=1)
+    assert len(data["failures"]) == data["expected"] and data["failures"][0]["problem"] == "planted"
+    assert run(["selftest", "--function", "nonsense"]) == 2
+
+
+def attempt_wrongly(case: object) -> str:
+    return "planted"

@@ -16,8 +16,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.kernel_cases import CASES
-from tests.kernel_cases._run import Dispatch, dispatches
+from veloxquant_mlx.selftest.cases import CASES
+from veloxquant_mlx.selftest.run import Dispatch, dispatches
 
 CACHE = Path(__file__).parents[1] / ".cache" / "kernel_cuda"
 NVCC = shutil.which("nvcc")

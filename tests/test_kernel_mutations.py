@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.kernel_cases import CASES, MUTATIONS
-from tests.kernel_cases._case import Case, Mutation
-from tests.kernel_cases._run import check, dispatches
 from tests.metal_emulation.emulator import EmulatedMetal, MetalFault, compile_all, generated, unavailable
 from veloxquant_mlx.metal._kernel import using
+from veloxquant_mlx.selftest.case import Case, Mutation
+from veloxquant_mlx.selftest.cases import CASES, MUTATIONS
+from veloxquant_mlx.selftest.run import check, dispatches
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

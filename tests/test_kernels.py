@@ -12,17 +12,17 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.kernel_cases import CASES, ERRORS, LENGTHS, MUTATIONS
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation
-from tests.kernel_cases._run import call, check, check_error, dispatches
 from tests.metal_emulation.emulator import EmulatedMetal, compile_all, generated, unavailable
 from veloxquant_mlx import metal
 from veloxquant_mlx.metal._backend import backend, cuda_available, forced, metal_available
 from veloxquant_mlx.metal._kernel import Kernel, compiled, dims, using
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation
+from veloxquant_mlx.selftest.cases import CASES, ERRORS, LENGTHS, MUTATIONS
+from veloxquant_mlx.selftest.run import call, check, check_error, dispatches
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / ".cache" / "kernel-table.txt"
-COUNTS = Path(__file__).parent / "kernel_counts.json"
+COUNTS = ROOT / "veloxquant_mlx" / "selftest" / "counts.json"
 COLUMNS = ("definition", "metal", "cuda", "errors")
 
 ran: Counter[tuple[str, str]] = Counter()
@@ -141,7 +141,7 @@ def test_a_longer_sequence_compiles_nothing_new(case: LengthCase, request: pytes
 
 @pytest.mark.parametrize("function", json.loads(COUNTS.read_text(encoding="utf-8")))
 def test_no_fewer_cases_than_committed(function: str, request: pytest.FixtureRequest) -> None:
-    """tests/kernel_counts.json holds how many rows each column had; a column that ran whole must have run as many."""
+    """veloxquant_mlx/selftest/counts.json holds how many rows each column had; a column that ran whole must have run as many."""
     committed = json.loads(COUNTS.read_text(encoding="utf-8"))[function]
     rows = {"definition": CASES, "metal": emulated, "cuda": CASES, "errors": ERRORS}
     selected = Counter(item.name for item in request.session.items)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernel_oracles import vecinfer as oracle
 from veloxquant_mlx.allocators import vecinfer
 from veloxquant_mlx.allocators.vecinfer import (
     apply_dual_transform_keys,
@@ -20,6 +19,7 @@ from veloxquant_mlx.allocators.vecinfer import (
     train_codebook,
     walsh_hadamard_matrix,
 )
+from veloxquant_mlx.selftest.oracles import vecinfer as oracle
 
 NARROW = (mx.float16, mx.bfloat16)
 

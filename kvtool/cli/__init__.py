@@ -30,6 +30,7 @@ COMMANDS = {
     "eval": "kvtool.cli.eval",
     "demo": "kvtool.cli.demo",
     "doctor": "kvtool.cli.doctor",
+    "selftest": "kvtool.cli.selftest",
 }
 INTERRUPTED = 130
 USAGE = 2

@@ -2,7 +2,7 @@
 
 What it finds beyond wrong results: mixed-up address spaces, races (a missing barrier), divergent barriers and SIMD operations,
 shuffles that read an inactive lane, accesses out of bounds, reads of uninitialised threadgroup memory or outputs, elements that
-no thread writes, more than 32 KiB of threadgroup memory, undefined shifts and conversions. See tests/kernel_cases/README.md.
+no thread writes, more than 32 KiB of threadgroup memory, undefined shifts and conversions. See veloxquant_mlx/selftest/cases/README.md.
 """
 
 import contextlib

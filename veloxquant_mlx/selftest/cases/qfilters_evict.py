@@ -4,9 +4,9 @@ from functools import partial
 
 import numpy as np
 
-from tests.kernel_cases._case import Case, LengthCase, Mutation, Strided, Tolerance
-from tests.kernel_cases.h2o_evict import MLX_NAMES, floats, refused
-from tests.kernel_oracles import evict
+from veloxquant_mlx.selftest.case import Case, LengthCase, Mutation, Strided, Tolerance
+from veloxquant_mlx.selftest.cases.h2o_evict import MLX_NAMES, floats, refused
+from veloxquant_mlx.selftest.oracles import evict
 
 SCORE, EVICT = "qfilters_score", "qfilters_fused_evict"
 

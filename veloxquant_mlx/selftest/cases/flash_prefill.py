@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from tests.kernel_cases._attend import Rng, at, attend_case, floats, orthogonal, positive, signs
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_oracles import prefill as oracle
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, orthogonal, positive, signs
+from veloxquant_mlx.selftest.oracles import prefill as oracle
 
 FUNCTION = "flash_prefill_attend"
 Change = Callable[[dict[str, Any], Rng], dict[str, Any]]

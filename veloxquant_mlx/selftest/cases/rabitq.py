@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_oracles import rabitq as oracle
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.oracles import rabitq as oracle
 
 FUNCTION = "rabitq_hamming_score"
 

@@ -4,10 +4,10 @@ from functools import partial
 
 import numpy as np
 
-from tests.kernel_cases import h2o_evict
-from tests.kernel_cases._case import Case, LengthCase, Mutation, Strided
-from tests.kernel_cases.h2o_evict import MLX_NAMES, common_errors, refused
-from tests.kernel_oracles import evict
+from veloxquant_mlx.selftest.case import Case, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.cases import h2o_evict
+from veloxquant_mlx.selftest.cases.h2o_evict import MLX_NAMES, common_errors, refused
+from veloxquant_mlx.selftest.oracles import evict
 
 FUNCTION = "keyformer_fused_evict"
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernel_cases._case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
-from tests.kernel_oracles.crosskv_rope import recode
+from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
+from veloxquant_mlx.selftest.oracles.crosskv_rope import recode
 
 FUNCTION = "crosskv_rope_recode"
 

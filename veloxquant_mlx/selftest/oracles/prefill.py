@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.kernel_oracles.attend import look_up, softmax_attention, unpack
+from veloxquant_mlx.selftest.oracles.attend import look_up, softmax_attention, unpack
 
 
 def plain(q, k, v, scale, implementation="", **extras):

@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 
 from formats.bitpack import pack
-from tests.kernel_cases._attend import Rng, at, attend_case, floats, orthogonal, positive, run_time_extras, signs
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_oracles import attend as oracle
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, orthogonal, positive, run_time_extras, signs
+from veloxquant_mlx.selftest.oracles import attend as oracle
 
 FUNCTION = "rabitq_fused_attend"
 

@@ -7,10 +7,10 @@ import mlx.core as mx
 import numpy as np
 
 from formats.bitpack import pack
-from tests.kernel_cases._attend import Rng, at, attend_case, floats, orthogonal, positive, signs
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_cases.flash_prefill import Change, start
-from tests.kernel_oracles import prefill as oracle
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, orthogonal, positive, signs
+from veloxquant_mlx.selftest.cases.flash_prefill import Change, start
+from veloxquant_mlx.selftest.oracles import prefill as oracle
 
 FUNCTION = "rabitq_prefill_attend"
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import numpy as np
 
-from tests.kernel_cases._case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_oracles import evict
+from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.oracles import evict
 
 FUNCTION = "h2o_fused_evict"
 MLX_NAMES = {"f16": "float16", "f32": "float32", "bf16": "bfloat16"}

@@ -2,9 +2,18 @@
 
 from functools import partial
 
-from tests.kernel_cases._case import LengthCase, Mutation
-from tests.kernel_cases.flash_prefill import arguments, case, common_errors, compile_time_cases, not_visible, refused, run_time_cases, start
 from veloxquant_mlx.metal._experimental_streaming_prefill import IMPLEMENTATIONS
+from veloxquant_mlx.selftest.case import LengthCase, Mutation
+from veloxquant_mlx.selftest.cases.flash_prefill import (
+    arguments,
+    case,
+    common_errors,
+    compile_time_cases,
+    not_visible,
+    refused,
+    run_time_cases,
+    start,
+)
 
 FUNCTION = "streaming_prefill_attend"
 OTHERS = tuple(name for name in IMPLEMENTATIONS if name != "streaming")

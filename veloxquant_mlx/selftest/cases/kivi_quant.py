@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernel_cases._case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_oracles.kivi_quant import kivi
+from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.oracles.kivi_quant import kivi
 
 FUNCTION = "kivi_group_quant_dequant"
 

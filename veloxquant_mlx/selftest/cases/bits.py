@@ -5,8 +5,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_oracles.bits import pack, unpack
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.oracles.bits import pack, unpack
 
 # N: one byte, one word, more than a threadgroup, and not a multiple of a threadgroup.
 SIZES = {"one": 8, "word": 32, "odd-groups": 1000, "groups": 2048}

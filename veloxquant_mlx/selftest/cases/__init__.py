@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation
 
 
 def _collect(name: str) -> tuple[Any, ...]:

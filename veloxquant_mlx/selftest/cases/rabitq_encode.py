@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernel_cases._case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
-from tests.kernel_oracles.rabitq_encode import rabitq_encode
+from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
+from veloxquant_mlx.selftest.oracles.rabitq_encode import rabitq_encode
 
 NAME = "rabitq_encode"
 SUM = Tolerance("float32 sums of D terms: log2 D roundings in the transform, D / 32 + 5 in the L1 norm", rtol=4e-6)

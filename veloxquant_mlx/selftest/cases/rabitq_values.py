@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_oracles import rabitq_values as oracle
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.oracles import rabitq_values as oracle
 
 FUNCTION = "rabitq_pack_values"
 

@@ -1,12 +1,12 @@
-"""Write tests/kernel_counts.json: how many rows each column of the kernel table has. Numbers only grow; lower them by hand."""
+"""Write veloxquant_mlx/selftest/counts.json: how many rows each column of the kernel table has. Numbers only grow; lower them by hand."""
 
 import json
 from pathlib import Path
 
-from tests.kernel_cases import CASES, ERRORS
 from veloxquant_mlx.metal import FUNCTIONS
+from veloxquant_mlx.selftest.cases import CASES, ERRORS
 
-COUNTS = Path(__file__).parents[1] / "kernel_counts.json"
+COUNTS = Path(__file__).with_name("counts.json")
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernel_cases._case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
-from tests.kernel_oracles.comm_vq import decode
+from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
+from veloxquant_mlx.selftest.oracles.comm_vq import decode
 
 FUNCTION = "comm_vq_decode_metal"
 

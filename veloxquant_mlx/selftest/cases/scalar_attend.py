@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from formats.bitpack import pack
-from tests.kernel_cases._attend import Rng, at, attend_case, floats, orthogonal, positive, run_time_extras
-from tests.kernel_cases._case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_oracles import attend as oracle
+from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, orthogonal, positive, run_time_extras
+from veloxquant_mlx.selftest.oracles import attend as oracle
 
 FUNCTION = "scalar_fused_decode_attend"
 Change = Callable[[dict[str, Any], Rng], dict[str, Any]]

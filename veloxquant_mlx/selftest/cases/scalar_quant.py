@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from tests.kernel_cases._case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_oracles import scalar_quant as oracle
+from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.oracles import scalar_quant as oracle
 
 QUANTIZE, DEQUANTIZE, HADAMARD = "turboquant_scalar_quantize", "turboquant_scalar_dequantize", "turboquant_hadamard_quantize"
 # Lloyd-Max levels of N(0, 1) (Max 1960), the positive half.

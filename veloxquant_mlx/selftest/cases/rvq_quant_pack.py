@@ -4,9 +4,9 @@ from functools import partial
 
 import numpy as np
 
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation, Strided
-from tests.kernel_cases.scalar_quant import ODD_VALUES, as_dtype, outlier, table
-from tests.kernel_oracles import rvq_quant_pack as oracle
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
+from veloxquant_mlx.selftest.cases.scalar_quant import ODD_VALUES, as_dtype, outlier, table
+from veloxquant_mlx.selftest.oracles import rvq_quant_pack as oracle
 
 FUNCTION = "rvq_quant_pack"
 # Cell width of the first stage's inner cells: the second stage divides it evenly.

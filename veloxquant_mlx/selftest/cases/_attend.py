@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from tests.kernel_cases._case import Bf16, Case, Tolerance, as_tuple, round_to, to_oracle
+from veloxquant_mlx.selftest.case import Bf16, Case, Tolerance, as_tuple, round_to, to_oracle
 
 FLOOR = 2.0**-19
 SCORE = 8.0

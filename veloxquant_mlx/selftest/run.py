@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from tests.kernel_cases._case import Case, ErrorCase, as_tuple, difference, to_mlx
 from veloxquant_mlx import metal
 from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template, using
+from veloxquant_mlx.selftest.case import Case, ErrorCase, as_tuple, difference, to_mlx
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def dispatches(cases: Iterable[Case]) -> list[Dispatch]:
     with using(record):
         for case in cases:
             # A call that fails here is only not compiled ahead; its own test reports it.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(RuntimeError, ValueError, TypeError):
                 call(case, case.arguments())
     return list(found)
 
@@ -55,6 +55,14 @@ def call(case: Case | ErrorCase, arguments: dict[str, Any]) -> tuple[mx.array, .
 def check(case: Case) -> str | None:
     """What is wrong with the function's results on the back end in force, or None."""
     return difference(case, call(case, case.arguments()))
+
+
+def attempt(case: Case) -> str | None:
+    """`check`, with an error of the call as what is wrong."""
+    try:
+        return check(case)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def check_error(case: ErrorCase) -> str | None:

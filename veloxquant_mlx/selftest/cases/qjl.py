@@ -5,9 +5,9 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from tests.kernel_cases._case import Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
-from tests.kernel_cases.scalar_quant import as_dtype
-from tests.kernel_oracles import qjl as oracle
+from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
+from veloxquant_mlx.selftest.cases.scalar_quant import as_dtype
+from veloxquant_mlx.selftest.oracles import qjl as oracle
 
 ENCODE, INNER = "qjl_encode", "qjl_inner_product"
 

@@ -5,8 +5,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from tests.kernel_cases._case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
-from tests.kernel_oracles import vecinfer as oracle
+from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided, Tolerance
+from veloxquant_mlx.selftest.oracles import vecinfer as oracle
 
 QUANTIZE, DEQUANT = "vecinfer_quantize_metal", "vecinfer_dequant_metal"
 KEYS, VALUES = "vecinfer_encode_decode_metal", "vecinfer_encode_decode_simple_metal"
