@@ -15,7 +15,7 @@ from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
-from kvtool.snapshot import take_states
+from kvtool.snapshot import take_states, unlimited
 from kvtool.states import CacheState, check_against, length_of
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def capture(
     Raises:
         ValueError: neither or both of prompt and cache, an empty prompt, ids outside the vocabulary.
         TypeError: ids that are not integers.
-        IncompatibleError: the cache is not of this model's shape, or does not fit the tokens.
+        IncompatibleError: the cache is not of this model's shape, has dropped rows that the model keeps, or does not fit the tokens.
     """
     if (prompt is None) == (cache is None):
         raise ValueError("[capture] give either a prompt or a cache.")
@@ -98,10 +98,11 @@ def capture(
     if cache is not None:
         known = None if tokens is None else tuple(token_ids(tokens))
         check_ids(model, known or ())
+        cache = unlimited(cache, probes)
         if all(isinstance(c, CacheState) for c in cache):
             states = tuple(cache)
         else:
-            states = take_states(cache, row=row, length=_recurrent_length(cache, known))
+            states = tuple(unlimited(take_states(cache, row=row, length=_recurrent_length(cache, known)), probes))
     else:
         assert prompt is not None
         ids = encode_prompt(model, prompt, chat=chat) if isinstance(prompt, str) else token_ids(prompt)

@@ -22,9 +22,10 @@ from mlx_lm.models.cache import (
 )
 
 from formats.errors import IncompatibleError
+from kvtool.probe import CacheProbe
 from kvtool.states import CacheState, Quantized, check_against, leaves, length_of
 
-__all__ = ["CacheState", "Quantized", "build_caches", "check_against", "leaves", "length_of", "take_states"]
+__all__ = ["CacheState", "Quantized", "build_caches", "check_against", "leaves", "length_of", "take_states", "unlimited"]
 
 
 def take_states(cache: Sequence[Any], *, row: int | None = None, length: int | None = None) -> tuple[CacheState, ...]:
@@ -62,6 +63,30 @@ def build_caches(states: Sequence[CacheState], *, first: int = 0) -> list[Any]:
         IncompatibleError: a state whose rows do not fit its class (a KVCache's rows must start at position 0).
     """
     return [_build(state, f"layer {i}") for i, state in enumerate(states, first)]
+
+
+def unlimited(caches: Sequence[Any], probes: Sequence[CacheProbe]) -> list[Any]:
+    """The caches with those that `max_kv_size` limits, but that have dropped nothing yet, as the KVCache that their layer has.
+
+    Args:
+        caches: live mlx-lm caches or their states, one a layer; the rows are shared, the caches left unchanged.
+        probes: what the model's layers are.
+    """
+    return [_unlimited(c) if p.attention == "full" else c for c, p in zip(caches, probes, strict=False)] + list(caches[len(probes) :])
+
+
+def _unlimited(cache: Any) -> Any:
+    if isinstance(cache, CacheState):
+        # Below the limit every query has seen every row, as in a KVCache.
+        whole = cache.attention == "sliding" and cache.offset < cache.params["max_size"] and cache.rows == cache.offset
+        return replace(cache, cls="KVCache", attention="full", window=None, params={}) if whole else cache
+    if type(cache) is not RotatingKVCache or cache.keys is None:
+        return cache
+    if not cache._idx == cache.offset <= min(cache.max_size, cache.keys.shape[2]):
+        return cache
+    full: Any = KVCache()
+    full.keys, full.values, full.offset = cache.keys, cache.values, cache.offset
+    return full
 
 
 def _count(state: CacheState, length: int) -> CacheState:

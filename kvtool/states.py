@@ -117,7 +117,17 @@ def check_against(states: Sequence[CacheState], probes: Sequence[CacheProbe]) ->
             problems.setdefault(text, []).append(where)
     if problems:
         texts = "; ".join(f"{text} in layer {', '.join(names)}" for text, names in problems.items())
-        raise IncompatibleError(f"the cache does not fit the model: {texts}")
+        raise IncompatibleError(f"the cache does not fit the model: {texts}", hint=_limit_hint(states, probes))
+
+
+def _limit_hint(states: Sequence[CacheState], probes: Sequence[CacheProbe]) -> str | None:
+    """What to do about a cache that mlx-lm's `max_kv_size` has cut, or None where that is not what is wrong."""
+    for state, probe in zip(states, probes, strict=True):
+        if state.attention == "sliding" and probe.attention == "full" and state.positions:
+            first = state.positions[0][1] if len(state.positions) > 1 else 0
+            last = state.positions[-1][0] - 1
+            return f"made with max_kv_size={state.window}, so rows {first} to {last} were dropped; make it again without max_kv_size"
+    return None
 
 
 def _differences(where: str, state: CacheState, probe: CacheProbe) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import (
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
+    save_prompt_cache,
     trim_prompt_cache,
 )
 
@@ -27,8 +28,10 @@ from formats.manifest import CacheInfo, Role
 from kvtool.archive import Restored, SaveReport
 from kvtool.capturing import Snapshot
 from kvtool.encoding import BLOCK_VALUES, split_rows
+from kvtool.foreign import caches_from_prompt_cache
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe
+from kvtool.snapshot import take_states
 from kvtool.states import CacheState, leaves
 from tests.library import digests, equal, f64, fill, ids, loaded, run, saved, tiny, twin
 from tests.tiny_random import FAMILIES, VOCAB, WINDOW, build
@@ -156,14 +159,45 @@ def test_rotating_cache_with_kept_first_rows(keep: int, count: int, tmp_path: Pa
     live.make_cache = lambda: [RotatingKVCache(WINDOW, keep) for _ in range(2)]
     model, tokens = loaded(live, "rings"), ids(count + sum(GO_ON))
     cache = fill(model, tokens, [count - 3, 1, 1, 1])
-    with pytest.raises(IncompatibleError, match="sliding"):
-        kvtool.capture(tiny("llama"), cache=cache)
     kvtool.save(kvtool.capture(model, cache=cache, tokens=tokens[:count]), tmp_path / "a.kv")
     with kvtool.open(tmp_path / "a.kv") as archive:
         full = count >= WINDOW
         assert archive.manifest.layers[0].positions == (((0, 4), (count - 11, count)) if full and keep else ((max(0, count - 15), count),))
     back = kvtool.load(tmp_path / "a.kv", model)
     assert equal(run(model, back.cache, tokens[count:], GO_ON), run(model, cache, tokens[count:], GO_ON))
+
+
+@pytest.mark.parametrize("count", [1, WINDOW - 1, WINDOW])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_max_kv_size_that_dropped_nothing_is_the_models_own_cache(count: int, steps: int, tmp_path: Path) -> None:
+    """The file is the one that the model's own KVCache gives, from live caches, from their states and from a prompt-cache file."""
+    model, tokens = tiny("qwen3"), ids(count + sum(GO_ON))
+    plan = [count - steps] + [1] * steps if count > steps else [count]
+    own, limited = fill(model, tokens[:count], plan), make_prompt_cache(model.model, max_kv_size=WINDOW)
+    run(model, limited, tokens[:count], plan)
+    assert type(limited[0]) is RotatingKVCache
+    kvtool.save(kvtool.capture(model, cache=own, tokens=tokens[:count]), tmp_path / "own.kv")
+    save_prompt_cache(str(tmp_path / "c.safetensors"), limited)
+    sources = [limited, caches_from_prompt_cache(tmp_path / "c.safetensors")[0]]
+    if count < WINDOW:
+        sources.append(list(take_states(limited)))
+    for source in sources:
+        kvtool.save(kvtool.capture(model, cache=source, tokens=tokens[:count]), tmp_path / "a.kv")
+        assert (tmp_path / "a.kv").read_bytes() == (tmp_path / "own.kv").read_bytes()
+    restored = kvtool.load(tmp_path / "a.kv", model)
+    assert equal(run(model, restored.cache, tokens[count:], GO_ON), run(model, own, tokens[count:], GO_ON))
+
+
+@pytest.mark.parametrize("plan", [[WINDOW + 1], [WINDOW, 1], [1] * (2 * WINDOW)])
+def test_max_kv_size_that_dropped_rows_is_refused_with_the_reason(plan: list[int]) -> None:
+    model, count = tiny("qwen3"), sum(plan)
+    cache = make_prompt_cache(model.model, max_kv_size=WINDOW)
+    run(model, cache, ids(count), plan)
+    with pytest.raises(IncompatibleError, match="sliding") as caught:
+        kvtool.capture(model, cache=cache, tokens=ids(count))
+    # mlx-lm keeps the first 4 rows and the newest.
+    gap = f"rows 4 to {count - (WINDOW - 4)} were dropped"
+    assert caught.value.hint == f"made with max_kv_size={WINDOW}, so {gap}; make it again without max_kv_size"
 
 
 def test_rows_of_a_batch(tmp_path: Path) -> None:
