@@ -290,7 +290,8 @@ def test_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
     """Ctrl-C during an export: exit code 130, the old file whole, no temporary left."""
     target, prompt = tmp_path / "out.kv", tmp_path / "prompt.txt"
     target.write_bytes(b"old")
-    prompt.write_text(PROMPT * 40)
+    # Long enough that no machine is done with it when the signal comes.
+    prompt.write_text(PROMPT * 400)
     command = [
         sys.executable,
         "-c",
