@@ -14,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 
+NOT_REGULAR = "not a regular file"
 _LEFTOVER = re.compile(r"\.kvtool-[0-9]+-[0-9a-f]{16}\.tmp")
 
 
@@ -69,16 +70,34 @@ def target_of(path: str | os.PathLike[str]) -> str:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "not a regular file", target)
+        raise OSError(errno.EINVAL, NOT_REGULAR, target)
     return target
+
+
+def _mode(target: str) -> int | None:
+    """Permission bits of a file, or None where there is none."""
+    try:
+        return os.stat(target).st_mode & 0o777
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _blaming(target: str) -> Iterator[None]:
+    """Context manager: an OSError names the file that was asked for, not the temporary one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = target, None
+        raise
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[AtomicFile]:
     """Context manager: write to a temporary file that takes the place of `path` when the block ends without an exception.
 
-    A symbolic link is followed. The mode of the new file honours the umask. On any exception, KeyboardInterrupt included,
-    the temporary file is removed.
+    A symbolic link is followed. The new file has the mode of the one it replaces; where there is none, what the umask leaves of 0666.
+    On any exception, KeyboardInterrupt included, the temporary file is removed.
 
     Raises:
         OSError: as the system gives it (disk full, no permission ...); `path` is a folder or a device.
@@ -89,13 +108,19 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[AtomicFile]:
     fd = -1
     try:
         try:
-            fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with _blaming(target):
+                mode = _mode(target)
+                # Never wider than the file replaced, not even for a moment.
+                fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode & 0o600)
+                if mode is not None:
+                    os.fchmod(fd, mode)
             yield AtomicFile(fd)
             os.fsync(fd)
         finally:
             if fd >= 0:
                 os.close(fd)
-        os.replace(temp, target)
+        with _blaming(target):
+            os.replace(temp, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temp)

@@ -274,6 +274,30 @@ def test_mode_links_and_odd_targets(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.kv", "folder", "link.kv", "pipe"]
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444, 0o666])
+def test_mode_of_a_replaced_file_stays(tmp_path, mode):
+    """A prompt kept private stays so, whatever the umask; the temporary file is never wider either."""
+    target = tmp_path / "a.json"
+    target.write_bytes(b"old")
+    target.chmod(mode)
+    (tmp_path / "link").symlink_to("a.json")
+    previous = os.umask(0o022)
+    try:
+        with atomic_write(tmp_path / "link") as out:
+            out.write(b"new")
+            (temp,) = (name for name in os.listdir(tmp_path) if is_leftover(name))
+            assert stat.S_IMODE(os.stat(tmp_path / temp).st_mode) == mode
+    finally:
+        os.umask(previous)
+    assert target.read_bytes() == b"new" and stat.S_IMODE(os.stat(target).st_mode) == mode
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="/proc takes no file, not even of root")
+def test_an_error_names_the_target_and_not_the_temporary_file():
+    with pytest.raises(OSError, match=r"'/proc/kvtool\.kv'$"), atomic_write("/proc/kvtool.kv"):
+        raise AssertionError("nothing can be written there")
+
+
 def test_atomic_write_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with atomic_write("a.json") as out:
