@@ -11,11 +11,14 @@ import shutil
 import subprocess
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from tests.cuda_mutations import CUDA_MUTATIONS, cases_of, mutated, reaches
+from veloxquant_mlx.selftest.case import Mutation
 from veloxquant_mlx.selftest.cases import CASES
 from veloxquant_mlx.selftest.run import Dispatch, dispatches
 
@@ -70,13 +73,13 @@ def kernel_text(dispatch: Dispatch, name: str) -> str:
 
 def translation_unit(found: list[Dispatch]) -> str:
     """All kernels; those that share device functions share a namespace, which keeps equal names of others apart."""
-    groups: dict[tuple[str, ...], list[Dispatch]] = defaultdict(list)
+    groups: dict[str, list[Dispatch]] = defaultdict(list)
     for dispatch in found:
-        groups[dispatch.kernel.sources].append(dispatch)
+        groups[dispatch.kernel.header("cuda")].append(dispatch)
     includes: dict[str, None] = {}
     parts = []
-    for number, (sources, members) in enumerate(groups.items()):
-        header = members[0].kernel.header("cuda")
+    for number, (header, members) in enumerate(groups.items()):
+        sources = members[0].kernel.sources
         for include in INCLUDE.finditer(header):
             assert INCLUDABLE.fullmatch(include["name"]), f"{include['name']} in {sources} is no header that NVRTC is sure to find"
             includes[f"#include {include['name']}"] = None
@@ -136,3 +139,24 @@ def test_cuda_compiles(function: str, by_function: dict[str, list[Dispatch]], al
         problem = compile_text(translation_unit(found))
         if problem is not None:
             pytest.fail(problem, pytrace=False)
+
+
+def changed(mutation: Mutation) -> list[Dispatch]:
+    """What the named cases dispatch to the mutated kernels."""
+    found = [d for d in dispatches(cases_of(mutation)) if reaches(mutation, d.kernel)]
+    return [replace(d, kernel=mutated(d.kernel, mutation)) for d in found]
+
+
+@pytest.mark.parametrize("mutation", CUDA_MUTATIONS, ids=lambda m: m.id)
+def test_mutation_reaches_a_kernel(mutation: Mutation) -> None:
+    assert changed(mutation), f"{mutation.old!r} is not in the text of any kernel that the cases run"
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
+def test_mutations_compile() -> None:
+    """All at once; a mutant that does not compile would prove nothing on a GPU."""
+    halves = [[d for m in CUDA_MUTATIONS[half::2] for d in changed(m)] for half in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        problems = [problem for problem in pool.map(lambda part: compile_text(translation_unit(part)), halves) if problem]
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.kernel_mutants import caught
 from tests.metal_emulation.emulator import EmulatedMetal, compile_all, generated, unavailable
 from veloxquant_mlx import metal
 from veloxquant_mlx.metal._backend import backend, cuda_available, forced, metal_available
@@ -49,14 +50,15 @@ def absent() -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def result_table(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Write what ran, per function and column."""
+    """Write what ran, per function and column, and which cells a planted fault has turned red."""
     yield
-    head = f"{'function':38}" + "".join(f"{c:>12}" for c in COLUMNS)
-    rows = {f: f"{f:38}" + "".join(f"{ran[f, c]:12}" for c in COLUMNS) for f in metal.FUNCTIONS}
+    head = f"{'function':38}" + "".join(f"{c:>12} " for c in COLUMNS)
+    rows = {f: f"{f:38}" + "".join(f"{ran[f, c]:12}{'*' if (f, c) in caught else ' '}" for c in COLUMNS) for f in metal.FUNCTIONS}
+    notes = ["* a fault planted in this run turned the cell red (tests/test_kernel_faults.py, tests/test_kernel_mutations.py)"]
+    notes += [f"{column} did not run: {reason}" for column, reason in absent().items()]
     TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text("\n".join([head, *rows.values()]) + "\n", encoding="utf-8")
-    shown = [row for f, row in rows.items() if any(ran[f, c] for c in COLUMNS)]
-    shown += [f"{column} did not run: {reason}" for column, reason in absent().items()]
+    TABLE.write_text("\n".join([head, *rows.values(), *notes]) + "\n", encoding="utf-8")
+    shown = [row for f, row in rows.items() if any(ran[f, c] for c in COLUMNS)] + notes
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print("\n" + "\n".join([head, *shown]))
 
