@@ -88,7 +88,9 @@ def _blaming(target: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename, error.filename2 = target, None
+        error.filename = target
+        # Of a rename: else the text reads "target -> target".
+        del error.filename2
         raise
 
 
