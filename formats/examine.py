@@ -98,7 +98,10 @@ def _recognise(raw: bytes) -> None:
         raise HeaderDigestError("the header's digest is not at its place: damaged, or rewritten by another program")
     version = version_of(header.metadata)
     if version is not None:
-        raise NotKvtoolError(f"not a kvtool file: it looks like an mlx-lm prompt cache of version {version}", hint="import it first")
+        raise NotKvtoolError(
+            f"not a kvtool file: it looks like an mlx-lm prompt cache of version {version}",
+            hint="kvtool export --from-cache FILE --tokens IDS --model M -o OUT.kv",
+        )
     raise NotKvtoolError(f"not a kvtool file: a safetensors file of {len(header.entries)} tensors without kvtool's metadata")
 
 

@@ -17,7 +17,7 @@ from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Tokens
 from kvtool.capturing import Snapshot, vocabulary
 from kvtool.compat import check_identity, check_layers, check_ropes, check_rows
 from kvtool.decoding import decode_cache
-from kvtool.encoding import DTYPE_NAMES, Encoder
+from kvtool.encoding import Encoder
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.snapshot import build_caches
@@ -348,14 +348,18 @@ def fit_dtype(state: CacheState, probe: CacheProbe, casts: list[str]) -> CacheSt
         value, live = getattr(state, role), getattr(probe, role)
         if isinstance(value, mx.array) and live is not None and value.dtype != live.dtype:
             changes[role] = value.astype(live.dtype)
-            casts.append(f"{DTYPE_NAMES[value.dtype]} to {DTYPE_NAMES[live.dtype]}")
+            casts.append(" to ".join(str(dtype).removeprefix("mlx.core.") for dtype in (value.dtype, live.dtype)))
     caches = tuple(fit_dtype(s, p, casts) for s, p in zip(state.caches, probe.caches, strict=True))
     return replace(state, caches=caches, **changes)
 
 
 def cast_note(casts: Sequence[str]) -> tuple[str, ...]:
     """Casts as remarks for the caller, equal ones counted."""
-    return tuple(f"keys or values of {casts.count(c)} layers' roles were cast from {c}, the model's dtype" for c in dict.fromkeys(casts))
+    notes = []
+    for cast in dict.fromkeys(casts):
+        arrays = "1 array" if casts.count(cast) == 1 else f"{casts.count(cast)} arrays"
+        notes.append(f"converted from {cast}, the dtype that the model runs in: {arrays} of keys or values")
+    return tuple(notes)
 
 
 def open(path: str | os.PathLike[str]) -> Archive:

@@ -1,5 +1,6 @@
 """Does a file fit a model: who computed it, what its layers are, how its keys are rotated. Every difference is named."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from formats.container import Reader
@@ -30,7 +31,7 @@ def check_identity(path: str, manifest: Manifest, model: ModelInfo, argument: st
         raise IncompatibleError(
             f"computed by {manifest.model.name}, not by {model.name} ({'; '.join(differ)})",
             path=path,
-            hint=f"kvtool recode {path} -o OUT.kv --to-model {argument}",
+            hint=f"kvtool recode {shlex.quote(path)} -o OUT.kv --to-model {shlex.quote(argument)}",
         )
 
 
@@ -54,7 +55,7 @@ def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo, 
             raise IncompatibleError(
                 f"layer {i}: keys are rotated otherwise than in {name}: {problem}",
                 path=reader.path,
-                hint=f"kvtool recode {reader.path} -o OUT.kv --to-model {argument}",
+                hint=f"kvtool recode {shlex.quote(reader.path)} -o OUT.kv --to-model {shlex.quote(argument)}",
             )
 
 
@@ -115,7 +116,7 @@ def _check_rows(path: str, where: str, info: CacheInfo, probe: CacheProbe, lengt
         raise IncompatibleError(
             f"{where} begins at position {start}, and a live cache of {length} tokens at {start - shift}",
             path=path,
-            hint=f"kvtool recode {path} -o OUT.kv --shift {-shift}",
+            hint=f"kvtool recode {shlex.quote(path)} -o OUT.kv --shift {-shift}",
         )
 
 

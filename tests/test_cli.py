@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from kvtool.model import load_model
 from kvtool.tiny import path
 from veloxquant_mlx.selftest import run as selftest_run
 
+MODULE = [sys.executable, "-m", "kvtool"]
 PROMPT = "The committee met on the second day of the month and heard the report of its treasurer. " * 8
 
 
@@ -220,6 +223,100 @@ def test_without_mlx_the_back_end_is_said_to_be_absent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, "export", "--model", "tiny-a", "--prompt", "a", "-o", str(tmp_path / "a.kv")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 6 and "kvtool doctor" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_doctor_where_mlx_lacks_its_back_end(tmp_path: Path) -> None:
+    """The front end alone (`pip install mlx` on Linux) cannot be imported: back end none, what to install, and no hint to ask doctor."""
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").touch()
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*MODULE, "doctor"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 6 and not done.stderr
+    assert re.search(r"^back end +none$", done.stdout, re.M)
+    assert "libmlx.so" in done.stdout and "pip install" in done.stdout and "kvtool doctor" not in done.stdout
+    done = subprocess.run(
+        [*MODULE, "export", "--model", "tiny-a", "--prompt", "a", "-o", "x.kv"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 6 and "kvtool doctor" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["--help"], ["inspect", "FILE"], ["check", "FILE"], ["import", "FILE", "--model", "tiny-a"]])
+def test_a_reader_that_goes_away(command: list[str], files: dict[str, Path]) -> None:
+    """128 + SIGPIPE, as of any other program in a pipe: not 0, for `check` had more to say, and not 1, which means problems."""
+    read, write = os.pipe()
+    os.close(read)
+    args = [str(files["raw"]) if word == "FILE" else word for word in command]
+    done = subprocess.run([*MODULE, *args], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 141 and not done.stderr
+    # Where errors have no reader either.
+    read, write = os.pipe()
+    os.close(read)
+    assert subprocess.run([*MODULE, "inspect", "missing.kv"], stderr=write).returncode == 141
+    os.close(write)
+
+
+def test_a_prompt_cache_file_is_named_with_what_takes_it(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hint is a command of the parser, and it works once its placeholders are filled in."""
+    cache, ids, out = tmp_path / "c.safetensors", tmp_path / "ids.json", tmp_path / "back.kv"
+    assert run(["import", str(files["raw"]), "--model", "tiny-a", "--to", "mlx-lm", str(cache)]) == 0
+    capsys.readouterr()
+    for command in (["inspect", str(cache)], ["import", str(cache), "--model", "tiny-a"]):
+        assert run(command) == 3
+        (hint,) = re.findall(r"^hint: kvtool (.*)$", capsys.readouterr().err, re.M)
+    assert hint == "export --from-cache FILE --tokens IDS --model M -o OUT.kv"
+    ids.write_text(json.dumps(inspect_ids(files["raw"])))
+    filled = {"FILE": str(cache), "IDS": str(ids), "M": "tiny-a", "OUT.kv": str(out)}
+    assert run([filled.get(word, word) for word in shlex.split(hint)]) == 0
+    assert out.read_bytes() == files["raw"].read_bytes()
+
+
+def test_hints_quote_what_a_shell_would_split(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hints, pasted into a shell, name the same file and model, whatever is in their names."""
+    source, model = tmp_path / "my $HOME; 'file'.kv", tmp_path / "the model"
+    shutil.copy(files["raw"], source)
+    shutil.copytree(path("tiny-b"), model)
+    assert run(["import", str(source), "--model", str(model)]) == 5
+    (hint,) = re.findall(r"^hint: (.*)$", capsys.readouterr().err, re.M)
+    assert shlex.split(hint) == ["kvtool", "recode", str(source), "-o", "OUT.kv", "--to-model", str(model)]
+    assert run(["recode", str(source), "-o", str(source), "--shift", "3"]) == 0
+    capsys.readouterr()
+    assert run(["import", str(source), "--model", "tiny-a"]) == 5
+    (hint,) = re.findall(r"^hint: (.*)$", capsys.readouterr().err, re.M)
+    assert shlex.split(hint) == ["kvtool", "recode", str(source), "-o", "OUT.kv", "--shift", "-3"]
+
+
+@pytest.mark.parametrize("target", ["/dev/null", "pipe"])
+def test_a_target_that_is_no_file_gets_the_true_reason(
+    target: str, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    for command in (
+        ["recode", str(files["raw"]), "--shift", "1", "-o"],
+        ["import", str(files["raw"]), "--model", "tiny-a", "--to", "mlx-lm"],
+    ):
+        assert run([*command, target]) == 2
+        error = capsys.readouterr().err
+        assert "not a regular file" in error and "hint: a file is written whole and then renamed" in error and "space" not in error
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "warm"])
+def test_temperatures_that_are_none(value: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", str(files["raw"]), "--model", "tiny-a", "--temperature", value]) == 2
+    assert "--temperature" in capsys.readouterr().err
+    assert run(["import", "--help"]) == 0
+    assert "--temperature T " in capsys.readouterr().out
+
+
+def test_demo_says_what_its_shares_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype, wide in (("float32", True), ("bfloat16", False)):
+        assert run(["demo", "--tokens", "64", "--dtype", dtype]) == 0
+        text = capsys.readouterr().out
+        assert "share: of the cache at 16 bits a value" in text and ("float32 here" in text) == wide
 
 
 def test_wrong_model_is_refused_with_the_remedy(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,7 +286,7 @@ def test_weights_of_another_dtype_load_with_a_cast_that_is_said(tmp_path: Path) 
     half, single = tiny("llama", "bfloat16"), tiny("llama")
     saved(half, tmp_path / "a.kv", 12)
     restored = kvtool.load(tmp_path / "a.kv", renamed(single, weights=half.info.weights))
-    assert restored.notes == ("keys or values of 4 layers' roles were cast from BF16 to F32, the model's dtype",)
+    assert restored.notes == ("converted from bfloat16 to float32, the dtype that the model runs in: 4 arrays of keys or values",)
     assert {c.keys.dtype for c in restored.cache} == {mx.float32}
 
 

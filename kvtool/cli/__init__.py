@@ -1,7 +1,7 @@
 """The `kvtool` command. Commands are imported when they run, so that `check` and `inspect` need no MLX.
 
 Exit codes: 0 sound, 1 problems found (check, diff) or an I/O error, 2 usage, 3 format, 4 integrity, 5 incompatible, 6 back end absent,
-7 quality below the policy asked for, 130 interrupted.
+7 quality below the policy asked for, 130 interrupted, 141 the reader of the output went away.
 """
 
 import errno
@@ -11,10 +11,13 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import click
 
+from formats.atomic import NOT_REGULAR
 from formats.errors import BackendError, KVError
 from kvtool.blas import use_openblas
 from kvtool.cli._common import printable
@@ -33,14 +36,36 @@ COMMANDS = {
     "selftest": "kvtool.cli.selftest",
 }
 INTERRUPTED = 130
+# 128 + SIGPIPE, as a shell says of `yes | head`.
+READER_GONE = 141
 USAGE = 2
 IO_ERROR = 1
 BACK_END = ("mlx", "mlx_lm")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class ReaderGone(Exception):
+    """The reader of stdout or stderr closed it: click itself would exit with 1, which means problems found."""
+
+
+@contextmanager
+def _noticing_readers() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ReaderGone from error
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported by name when asked for."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _noticing_readers():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _noticing_readers():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -96,6 +121,14 @@ def _settle_streams() -> None:
 def run(args: list[str]) -> int:
     """Run the command line; returns the exit code, with every error turned into `error:` and `hint:` lines on stderr."""
     try:
+        return _run(args)
+    except (ReaderGone, BrokenPipeError):
+        _discard_output()
+        return READER_GONE
+
+
+def _run(args: list[str]) -> int:
+    try:
         code = group.main(args=args, prog_name="kvtool", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.exceptions.Exit as done:
@@ -114,15 +147,28 @@ def run(args: list[str]) -> int:
         return _report(args, error, "kvtool doctor says what to install", BackendError.exit_code)
     except (ValueError, TypeError) as error:
         return _report(args, error, None, USAGE)
-    except BrokenPipeError:
-        # The reader of our output went away; silence the flush at interpreter exit.
-        sys.stderr.close()
-        return 0
     except OSError as error:
-        return _report(args, error, "free space or try another disk" if error.errno in FULL else None, _os_code(error))
+        return _report(args, error, _os_hint(error), _os_code(error))
     except (MemoryError, RuntimeError) as error:
         # MLX's own errors, such as memory that it could not get.
         return _report(args, error, None, IO_ERROR)
+
+
+def _discard_output() -> None:
+    """Point what nobody reads at the null device: the interpreter flushes once more when it ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def _os_hint(error: OSError) -> str | None:
+    if error.strerror == NOT_REGULAR:
+        return "a file is written whole and then renamed onto its target, so give a new name or that of a file"
+    return "free space or try another disk" if error.errno in FULL else None
 
 
 def _os_code(error: OSError) -> int:

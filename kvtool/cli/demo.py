@@ -105,7 +105,14 @@ def _codecs(model: "LoadedModel", prompt: Prompt, folder: Path, progress: Callab
     for row in rows:
         row["kl"] = float(scores[row["codec"]]["kl"].mean())
     save(snapshot, folder / "transfer.kv", codec="rvq-2+2,sink=4,recent=32")
-    return {"model": model.info.name, "tokens": len(prompt.ids), "passkey": prompt.answer, "codecs": rows}
+    return {
+        "model": model.info.name,
+        "tokens": len(prompt.ids),
+        "passkey": prompt.answer,
+        "cache_bytes": report.cache_bytes,
+        "fp16_bytes": report.fp16_bytes,
+        "codecs": rows,
+    }
 
 
 def _transfer(model: "LoadedModel", other: "LoadedModel", prompt: Prompt, folder: Path) -> list[dict[str, Any]]:
@@ -135,12 +142,14 @@ def _answer(model: "LoadedModel", cache: list[Any] | None, ids: list[int]) -> st
 def _text(data: dict[str, Any]) -> str:
     lines = [
         f"passkey {data['passkey']}, {data['tokens']} tokens, model {data['model']}",
-        f"{'':<26} {'file bytes':>11} {'of fp16':>8} {'to answer':>10} {'KL':>9}  answer",
+        f"{'':<26} {'file bytes':>11} {'share':>8} {'to answer':>10} {'KL':>9}  answer",
     ]
     for row in data["codecs"]:
         size = "" if row["file_bytes"] is None else f"{row['file_bytes']:,}"
         share = "" if row["share_of_fp16"] is None else percent(row["share_of_fp16"], 1)
         lines.append(f"{row['codec']:<26} {size:>11} {share:>8} {row['seconds']:>8.2f} s {row['kl']:>9.5f}  {row['answer']}")
+    wide = data["cache_bytes"] == 2 * data["fp16_bytes"]
+    lines.append("share: of the cache at 16 bits a value" + ("; the cache itself is float32 here, twice that" if wide else ""))
     if data["transfer"]:
         lines += ["", f"the rvq-2+2,sink=4,recent=32 file in {data['transfer'][0]['to']}:"]
         lines += [f"{row['what']:<34} {row['answer']}" for row in data["transfer"]]

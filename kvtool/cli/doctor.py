@@ -55,8 +55,12 @@ def examine() -> dict[str, Any]:
             "MLX is missing: pip install 'kvtool[cpu]' or 'kvtool[cuda]' on Linux, 'kvtool' on macOS; check and inspect work without it"
         )
         return report
-    import mlx.core as mx
-
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        extra = "'kvtool[cpu]', or 'kvtool[cuda]' with an NVIDIA GPU" if sys.platform == "linux" else "--force-reinstall mlx"
+        report["advice"].append(f"MLX is installed without its back end ({error}): pip install {extra}; check and inspect work without it")
+        return report
     from kvtool.model import default_dtype
 
     report["dtype"] = default_dtype() or report["dtype"]

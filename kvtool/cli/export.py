@@ -1,5 +1,6 @@
 """`kvtool export`: run a prompt once and keep its KV cache in a file."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,5 +115,5 @@ def _check_origin(path: str, said: str | None, model_name: str, model: "LoadedMo
 
     if weights_digest(Path(said)) != model.info.weights:
         raise IncompatibleError(
-            f"computed by {said}, whose weights are not those of {model.info.name}", path=path, hint=f"give --model {said}"
+            f"computed by {said}, whose weights are not those of {model.info.name}", path=path, hint=f"give --model {shlex.quote(said)}"
         )

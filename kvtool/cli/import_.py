@@ -1,5 +1,6 @@
 """`kvtool import`: go on from a file's cache, or write it as mlx-lm's own prompt-cache file."""
 
+import math
 import os
 import shlex
 import time
@@ -15,13 +16,27 @@ if TYPE_CHECKING:
     from kvtool.model import LoadedModel
 
 
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
 @click.command("import")
 @click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
 @model_option
 @click.option("--prompt", metavar="TEXT", help="Text that follows the cached prompt.")
 @click.option("--prompt-file", metavar="F", help="The same from a file; - is stdin.")
 @click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, metavar="N")
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    callback=lambda ctx, option, value: _finite(value),
+    default=0.0,
+    show_default=True,
+    metavar="T",
+    help="At least 0; 0 is greedy.",
+)
 @click.option(
     "--to",
     "target",

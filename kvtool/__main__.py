@@ -1,0 +1,5 @@
+"""`python -m kvtool`: the command line."""
+
+from kvtool.cli import main
+
+main()
