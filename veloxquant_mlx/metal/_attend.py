@@ -7,7 +7,9 @@
 
 A row that sees nothing (or S_kv = 0) has out = 0 and lse = -inf, so that parts of a sequence attended apart merge exactly
 (`merge_parts`; log-sum-exp merging, Milakov and Gimelshein 2018, Dao et al. 2023). A row with a NaN among its visible scores is NaN,
-and so is a channel with a NaN among its visible values; what a row does not see has no influence on it, NaN or not.
+and so is a channel with a NaN among its visible values; what a row does not see has no influence on it, NaN or not. A value that is
+not finite under a visible weight of exactly zero (a score of -inf, or one so low that its weight underflows) leaves its channel
+undefined: some back ends add 0 NaN, some nothing.
 """
 
 import math
@@ -111,7 +113,7 @@ def check_options(function: str, q: mx.array, kv_heads: int, length: int, extras
     for name in ("causal", "lse"):
         if not isinstance(extras.get(name, False), bool):
             raise TypeError(message(function, name, "a bool", type(extras[name]).__name__))  # type: ignore[literal-required]
-    window = check_window(function, "window", extras.get("window", 0))
+    window = min(check_window(function, "window", extras.get("window", 0)), length)  # a wider one hides nothing, and could overflow
     start = extras.get("start")
     if start is not None:
         check_array(function, "start", start, None, (mx.int32,))
@@ -307,15 +309,17 @@ def merge_parts(outs: list[mx.array], lses: list[mx.array]) -> tuple[mx.array, m
 
 
 def _weighted_sum(p: mx.array, values: mx.array, mask: mx.array | None, options: Options) -> mx.array:
-    """sum_j p[..., j] v[j], where values that a row does not see have no influence even if they are NaN (0 NaN = NaN)."""
+    """sum_j p[..., j] v[j], where values that a row does not see have no influence even if they are not finite (0 NaN = 0 inf = NaN)."""
     flat = (options.batch, options.kv_heads, -1, options.length)
     if mask is None:
         out = mx.matmul(p.reshape(flat), values)
     else:
         sound = mx.isfinite(values)
         seen = mx.broadcast_to(mask, p.shape).reshape(flat).astype(mx.float32)
-        tainted = mx.matmul(seen, mx.where(sound, 0.0, 1.0)) > 0
-        out = mx.where(tainted, math.nan, mx.matmul(p.reshape(flat), mx.where(sound, values, 0.0)))
+        # What a row sees of +inf and of -inf; a NaN is both, and inf - inf = NaN.
+        above, below = (mx.matmul(seen, mx.where(sound | (values == other), 0.0, 1.0)) > 0 for other in (-math.inf, math.inf))
+        out = mx.matmul(p.reshape(flat), mx.where(sound, values, 0.0))
+        out = out + mx.where(above, math.inf, 0.0) + mx.where(below, -math.inf, 0.0)
     return out.reshape(*p.shape[:-1], options.dim)
 
 

@@ -26,6 +26,8 @@ Launcher = Callable[["Kernel", Sequence[mx.array], Template, Size, Size, Shapes,
 SOURCES = Path(__file__).parent / "src"
 SUFFIX = {"metal": ".metal", "cuda": ".cu"}
 MAX_THREADGROUP = 1024
+INT32_MAX = 2**31 - 1
+MAX_GROUPS = 65535  # along y and z: CUDA's limit
 
 _launcher: ContextVar[Launcher | None] = ContextVar("kernel_launcher", default=None)
 _compiled: set[tuple[str, tuple[tuple[str, bool | int | mx.Dtype], ...]]] = set()
@@ -78,6 +80,10 @@ class Kernel:
             raise ValueError(f"[{self.name}] threadgroup must have 1 to {MAX_THREADGROUP} threads, but got {threadgroup}.")
         if min(grid) < 1:
             raise ValueError(f"[{self.name}] grid must have at least one thread, but got {grid}.")
+        if max(grid) > INT32_MAX:
+            raise ValueError(f"[{self.name}] grid must have at most {INT32_MAX} threads along an axis, but got {grid}.")
+        if any(-(-threads // group) > MAX_GROUPS for threads, group in zip(grid[1:], threadgroup[1:], strict=True)):
+            raise ValueError(f"[{self.name}] grid must have at most {MAX_GROUPS} groups along y and z, but got {grid} of {threadgroup}.")
         arrays = [at_least_8(a) for a in arrays]
         _compiled.add((self.name, tuple(template)))
         launcher = _launcher.get()
@@ -126,7 +132,13 @@ def at_least_8(array: mx.array) -> mx.array:
 
 
 def dims(*sizes: int) -> mx.array:
-    """Sizes known only at run time, as the int32 input of a kernel; at least 8 entries, zeros behind."""
+    """Sizes known only at run time, as the int32 input of a kernel; at least 8 entries, zeros behind.
+
+    Raises:
+        ValueError: a size does not fit.
+    """
+    if any(abs(size) > INT32_MAX for size in sizes):
+        raise ValueError(f"[dims] sizes of a kernel must be at most {INT32_MAX}, but got {max(sizes, key=abs)}.")
     return mx.array([*sizes, *[0] * (8 - len(sizes))], dtype=mx.int32)
 
 

@@ -12,7 +12,7 @@ from veloxquant_mlx.metal._checks import FLOATS, check_array, power_of_two, requ
 from veloxquant_mlx.metal._kernel import Kernel, dims
 
 MAX_D = 1024
-ROWS_PER_GROUP = 4  # SIMD-groups in a threadgroup, each with its own rows
+THREADS = 128  # of a threadgroup: four SIMD-groups, each with its own rows
 
 # A SIMD-group holds one row, or 32 / D rows where D < 32. Rows past the end compute on the last row and store nothing.
 ENCODE = Kernel(
@@ -23,7 +23,7 @@ ENCODE = Kernel(
     metal="""
     constexpr int W = D < 32 ? D : 32, R = D / W;
     const ushort lane = ushort(thread_index_in_simdgroup);
-    const int row = int(thread_position_in_grid.y) * (32 / W) + lane / W, last = dims[0] - 1;
+    const int row = int(thread_position_in_grid.x / 32) * (32 / W) + lane / W, last = dims[0] - 1;
     const device T* key = keys + size_t(min(row, last)) * D;
     float v[R], size = 0.0f;
     for (int r = 0; r < R; r++) v[r] = float(key[32 * r + lane % W]) * diag[32 * r + lane % W];
@@ -35,8 +35,8 @@ ENCODE = Kernel(
     """,
     cuda="""
     constexpr int W = D < 32 ? D : 32, R = D / W;
-    const uint32_t lane = threadIdx.x;
-    const int row = int(blockIdx.y * blockDim.y + threadIdx.y) * (32 / W) + int(lane / W), last = dims[0] - 1;
+    const uint32_t lane = threadIdx.x % 32;
+    const int row = int((blockIdx.x * blockDim.x + threadIdx.x) / 32) * (32 / W) + int(lane / W), last = dims[0] - 1;
     const T* key = keys + size_t(min(row, last)) * D;
     float v[R], size = 0.0f;
     for (int r = 0; r < R; r++) v[r] = float(key[32 * r + lane % W]) * diag[32 * r + lane % W];
@@ -79,8 +79,8 @@ def rabitq_encode(keys: mx.array, diag: mx.array) -> tuple[mx.array, mx.array]:
     k_bits, k_mag = ENCODE(
         [keys, diag.astype(mx.float32), dims(rows)],
         template=[("T", keys.dtype), ("D", width)],
-        grid=(32, -(-rows // max(1, 32 // width)), 1),
-        threadgroup=(32, ROWS_PER_GROUP, 1),
+        grid=(32 * -(-rows // max(1, 32 // width)), 1, 1),
+        threadgroup=(THREADS, 1, 1),
         output_shapes=[(rows, width // 8), (rows,)],
         output_dtypes=[mx.uint8, mx.float32],
     )

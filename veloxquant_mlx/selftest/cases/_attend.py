@@ -105,6 +105,7 @@ def run_time_extras(window: str = "window") -> dict[str, tuple[dict[str, int], C
         "window-of-one": ({"S": 9, "Q": 2}, fixed(**{window: 1}, causal=True)),
         "window-not-causal": ({"S": 23, "Q": 4}, fixed(**{window: 5}, causal=False)),
         "largest-window": ({"S": 23, "Q": 2}, fixed(**{window: 2**31 - 1}, causal=True)),
+        "largest-window-more-queries-than-keys": ({"S": 2, "Q": 5}, fixed(**{window: 2**31 - 1}, causal=False, lse=True)),
         "start": ({"B": 3, "S": 21, "Q": 2}, start(False, 0, 20, 5)),
         "start-per-query": ({"B": 2, "S": 21, "Q": 2}, start(True, 3, 21, -4, 2**31 - 1)),
         "start-in-a-split": ({"B": 2, "S": 50}, lambda rng, sizes: {**start(False, 49, 10)(rng, sizes), "splits": 4}),

@@ -83,6 +83,7 @@ def run_time_cases(function: str, **constants: Any) -> tuple[Case, ...]:
         row("not-visible", not_visible, Q=37, S=41),
         row("nan-in-a-key", lambda g, r: {"k": at(g["k"], np.s_[0, 0, 4, 3], np.nan), "lse": True}),
         row("nan-in-a-value", lambda g, r: {"v": at(g["v"], np.s_[0, 0, 4, 3], np.nan), "lse": True}),
+        row("infinite-value", lambda g, r: {"v": at(g["v"], np.s_[0, 0, 4, 3], -np.inf), "lse": True}),
         row("nan-in-a-query", lambda g, r: {"q": at(g["q"], np.s_[0, 0, 4, 3], np.nan), "lse": True}),
         row("score-infinite", chosen_scores(np.inf), Q=5, S=6),
         row("score-minus-infinite", chosen_scores(-np.inf), Q=5, S=6),

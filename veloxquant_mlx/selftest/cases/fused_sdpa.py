@@ -89,6 +89,8 @@ CASES = (
     case("negative-index", lambda g, rng: {key: at(g[key], np.s_[:, :, 3], -7) for key in ("k_indices", "v_indices")}),
     case("nan-in-q", lambda g, rng: {"q_tilde": at(g["q_tilde"], np.s_[:, 0, 0, 3], np.nan), "lse": True}),
     case("nan-centroid", lambda g, rng: {"k_codebook": at(g["k_codebook"], 3, np.nan), "lse": True}, S=3),
+    case("infinite-q", lambda g, rng: {"q_tilde": at(g["q_tilde"], np.s_[:, 0, 0, 3], np.inf), "lse": True}),
+    case("infinite-value-centroid", lambda g, rng: {"v_codebook": at(g["v_codebook"], (3, 1), -np.inf)}, S=9, Q=3),
     case("nan-value-centroid", lambda g, rng: {"v_codebook": at(g["v_codebook"], (3, 1), np.nan)}, S=9, Q=3),
     case(
         "nan-in-the-future",

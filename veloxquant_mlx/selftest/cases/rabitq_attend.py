@@ -114,6 +114,7 @@ CASES = (
         },
     ),
     case("nan-in-the-future", lambda g, rng: {"k_const": at(g["k_const"], np.s_[..., -1], np.nan), "causal": True, "lse": True}, Q=3),
+    case("infinite-entry", lambda g, rng: {"v_cents": at(g["v_cents"], 3, -np.inf), "causal": True}, Q=3),
     case("nan-in-a-value", lambda g, rng: {"v_scale": at(np.ones((1, 2, 17), np.float32), np.s_[:, 0, 16], np.nan), "causal": True}, Q=3),
 )
 

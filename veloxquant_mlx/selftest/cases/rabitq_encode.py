@@ -55,6 +55,7 @@ CASES = (
     _case("large-float16", _normal(2, 128, "float16", 12000.0)),
     _case("nan", _with(np.nan)),
     _case("infinity", _with(np.inf)),
+    _case("outlier", _with(1000.0)),
     _case("strided", lambda rng: {"keys": Strided(rng.standard_normal((3, 32)).astype(np.float16)), "diag": Strided(_signs(rng, 32))}),
     _case("diag-bfloat16", lambda rng: {"keys": rng.standard_normal((3, 32)).astype(np.float32), "diag": Bf16(_signs(rng, 32))}),
 )

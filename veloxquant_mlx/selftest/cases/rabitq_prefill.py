@@ -96,6 +96,8 @@ CASES = (
     case("outlier", lambda g, r: {"k_mag": at(g["k_mag"], np.s_[..., 7], 1000), "lse": True}),
     case("nan-in-a-magnitude", lambda g, r: {"k_mag": at(g["k_mag"], np.s_[..., 7], np.nan), "causal": True, "lse": True}, Q=15),
     case("nan-in-a-query", lambda g, r: {"q": at(g["q"], np.s_[..., 4, 3], np.nan), "lse": True}),
+    case("infinite-entry", lambda g, r: {"v_cents": at(g["v_cents"], 3, np.inf), "causal": True, "lse": True}),
+    case("largest-window-more-queries-than-keys", Q=9, S=2, window=2**31 - 1, lse=True),
     case("infinite-bias", lambda g, r: {"k_const": at(g["k_const"], np.s_[..., 7], np.inf), "lse": True}),
     case("every-bias-minus-infinity", lambda g, r: {"k_const": np.full_like(g["k_const"], -np.inf), "lse": True}),
     case("gaps-in-memory", lambda g, r: {name: Strided(g[name]) for name in g if name != "scale"}, Q=5, S=9),

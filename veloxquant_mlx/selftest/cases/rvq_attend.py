@@ -105,6 +105,7 @@ CASES = (
     ),
     case("nan-in-q", lambda g, rng: {"q": at(g["q"], np.s_[:, 0, 0, 3], np.nan), "lse": True}),
     case("nan-centroid", lambda g, rng: {"centroids2": at(g["centroids2"], 3, np.nan), "lse": True}, S=5),
+    case("infinite-code-vector", lambda g, rng: {"v_codebook": at(g["v_codebook"], (3, 1), np.inf), "causal": True}, S=5, Q=3),
     case("nan-in-a-code-vector", lambda g, rng: {"v_codebook": at(g["v_codebook"], (3, 1), np.nan)}, S=5),
     case(
         "nan-not-seen",

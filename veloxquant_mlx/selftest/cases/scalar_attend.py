@@ -110,6 +110,7 @@ CASES = (
         Q=10,
     ),
     case("nan-in-a-value", lambda g, rng: {"v_zero": at(g["v_zero"], np.s_[:, 0, 9, 1], np.nan), "causal": True}, S=12, Q=4),
+    case("infinite-value", lambda g, rng: {"v_zero": at(g["v_zero"], np.s_[:, 0, 9, 1], np.inf), "causal": True}, S=12, Q=4),
     case(
         "nan-not-seen",
         lambda g, rng: {
