@@ -26,6 +26,12 @@ BOUNDS = ("clamped_indices",)
 # Their arguments are shapes, types and ranges: a fault there is an error of MLX, not a wrong result.
 SHAPING = ("reshape", "astype", "arange", "range", "transpose", "broadcast_to", "split", "zeros", "ones", "full", "expand_dims")
 
+# Definitions that only look codes up: the next entry in place of the right one, clamped as ever.
+WRITTEN = {
+    "dequantize_vq": ("clamped_indices(indices,", "clamped_indices(indices + 1,"),
+    "_dequantize_ops": ("mx.minimum(indices.astype(mx.uint32),", "mx.minimum(indices.astype(mx.uint32) + 1,"),
+}
+
 _PAIRS = (
     *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.LShift, ast.RShift), (ast.BitAnd, ast.BitOr)),
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)),
@@ -72,10 +78,16 @@ def called(run: Callable[[], object]) -> list[FunctionType]:
 
 
 def definition_mutants(functions: Sequence[FunctionType]) -> Iterator[Mutant]:
-    """Operators, comparisons, constants and arguments exchanged in what computes; the public function comes last."""
+    """Operators, comparisons and arguments exchanged in what computes, then constants; the function's own module first, it itself last."""
+    for function in functions:
+        if function.__name__ in WRITTEN:
+            yield _written(function, *WRITTEN[function.__name__])
     computing = [f for f in functions if not f.__name__.lstrip("_").startswith("check") and f.__name__ not in BOUNDS]
-    for function in sorted(computing, key=lambda f: f.__name__ in FUNCTIONS):
-        yield from _mutants(function, _computing_nodes, _arithmetic_edits)
+    own = {f.__module__ for f in functions if f.__name__ in FUNCTIONS}
+    computing.sort(key=lambda f: (f.__name__ in FUNCTIONS, f.__module__ not in own))
+    for edits in (_exchange, _next_constant):
+        for function in computing:
+            yield from _mutants(function, _computing_nodes, edits)
 
 
 def check_mutants(functions: Sequence[FunctionType]) -> Iterator[Mutant]:
@@ -95,6 +107,14 @@ def _mutants(function: FunctionType, places: Callable[[Any], list[Any]], edits: 
             yield Mutant(function, _code(ast.fix_missing_locations(changed), function), text)
 
 
+def _written(function: FunctionType, old: str, new: str) -> Mutant:
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(old) != 1:
+        raise ValueError(f"{function.__name__} must have {old!r} once")
+    tree = ast.parse(source.replace(old, new))
+    return Mutant(function, _code(tree, function), f"{function.__module__}.{function.__name__}: {old} -> {new}")
+
+
 def _code(tree: ast.Module, function: FunctionType) -> CodeType:
     module = compile(tree, f"<mutant of {function.__name__}>", "exec")
     (code,) = [c for c in module.co_consts if isinstance(c, CodeType) and c.co_name == function.__name__]
@@ -102,7 +122,7 @@ def _code(tree: ast.Module, function: FunctionType) -> CodeType:
 
 
 def _computing_nodes(tree: ast.Module) -> list[Any]:
-    """Nodes of the body that take part in a value: no subscripts, keywords, checks, shapes, or loops that must end."""
+    """Nodes of the body that take part in a value: no conditions, subscripts, keywords, checks, shapes, or loops that must end."""
     found = []
 
     def visit(node: Any) -> None:
@@ -113,7 +133,7 @@ def _computing_nodes(tree: ast.Module) -> list[Any]:
             return
         found.append(node)
         for child in ast.iter_child_nodes(node):
-            if not (isinstance(node, ast.Subscript) and child is node.slice):
+            if child is not getattr(node, "slice", None) and child is not getattr(node, "test", None):
                 visit(child)
 
     (definition,) = tree.body
@@ -122,15 +142,19 @@ def _computing_nodes(tree: ast.Module) -> list[Any]:
     return found
 
 
-def _arithmetic_edits(node: Any) -> list[Edit]:
+def _exchange(node: Any) -> list[Edit]:
     if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
         return [lambda n: setattr(n, "op", SWAPS[type(n.op)]())]
     if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
         return [lambda n: setattr(n, "ops", [SWAPS[type(n.ops[0])](), *n.ops[1:]])]
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return [lambda n: setattr(n, "value", n.value + 1)]
     if isinstance(node, ast.Call) and len(node.args) >= 2:
         return [lambda n: setattr(n, "args", [*n.args[:-2], n.args[-1], n.args[-2]])]
+    return []
+
+
+def _next_constant(node: Any) -> list[Edit]:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return [lambda n: setattr(n, "value", n.value + 1)]
     return []
 
 
