@@ -117,7 +117,12 @@ def error(name: str, message: str, kind: type[Exception] = ValueError, **changes
     return ErrorCase(FUNCTION, name, make, kind, message)
 
 
+def of_96_channels(rng: Rng) -> dict[str, Any]:
+    return arguments(rng, D=96) | {"out_rotation": np.ones(96, np.float32)}
+
+
 ERRORS = (
+    ErrorCase(FUNCTION, "hadamard-of-96", of_96_channels, ValueError, "(D,) with D = 96 a power of two"),
     error("q-rank", "q_tilde must be (B, H_q, S_q, D)", q_tilde=lambda g: g["q_tilde"][0]),
     error("q-dtype", "q_tilde must be float16", TypeError, q_tilde=lambda g: g["q_tilde"].astype(np.int32)),
     error("q-D", "D a multiple of 32", q_tilde=lambda g: g["q_tilde"][..., :16]),

@@ -127,7 +127,12 @@ def error(name: str, message: str, kind: type[Exception] = ValueError, **changes
     return ErrorCase(FUNCTION, name, make, kind, message)
 
 
+def of_80_channels(rng: Rng) -> dict[str, Any]:
+    return arguments(rng, D=80) | {"out_rotation": np.ones(80, np.float32)}
+
+
 ERRORS = (
+    ErrorCase(FUNCTION, "hadamard-of-80", of_80_channels, ValueError, "(D,) with D = 80 a power of two"),
     error("q-rank", "q must be (B, H_q, S_q, D)", q=lambda g: g["q"][0]),
     error("q-integers", "q must be float16", TypeError, q=lambda g: g["q"].astype(np.int32)),
     error("q-not-an-array", "q must be an mx.array", TypeError, q=3.0),

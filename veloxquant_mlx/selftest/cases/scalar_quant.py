@@ -182,8 +182,10 @@ ERRORS = (
     *_common_errors(_hadamard_error),
     _hadamard_error("x-1d", ValueError, "x must be (B, D)", x=np.zeros(8, np.float16)),
     _hadamard_error("x-3d", ValueError, "x must be (B, D)", x=np.zeros((1, 2, 8), np.float16)),
-    _hadamard_error("d96", ValueError, "D a power of two", x=np.zeros((2, 96), np.float16), diag=np.ones(96, np.float32)),
-    _hadamard_error("d36", ValueError, "D a power of two", x=np.zeros((2, 36), np.float16), diag=np.ones(36, np.float32)),
+    *(
+        _hadamard_error(f"d{d}", ValueError, "D a power of two", x=np.zeros((2, d), np.float16), diag=np.ones(d, np.float32))
+        for d in (36, 80, 96, 144, 576)
+    ),
     _hadamard_error("d0", ValueError, "D a power of two", x=np.zeros((2, 0), np.float16), diag=np.ones(0, np.float32)),
     _hadamard_error("d2048", ValueError, "at most 1024", x=np.zeros((2, 2048), np.float16), diag=np.ones(2048, np.float32)),
     _hadamard_error("diag-short", ValueError, "diag must be (8,)", diag=np.ones(4, np.float32)),
