@@ -299,23 +299,30 @@ class SegmentWork:
         return whole
 
 
-def token_blocks(shape: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
-    """Ranges of the token axis with about BLOCK_VALUES values each, so that float32 temporaries stay small beside the cache."""
+def token_blocks(shape: tuple[int, int, int], multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Ranges of the token axis with about BLOCK_VALUES values each, so that float32 temporaries stay small beside the cache.
+
+    All but the last hold a multiple of `multiple` tokens.
+    """
     heads, rows, dim = shape
-    step = max(1, BLOCK_VALUES // max(1, heads * dim))
+    step = max(1, BLOCK_VALUES // max(1, heads * dim * multiple)) * multiple
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def decode_blocks(codec: Codec, parts: dict[str, mx.array], shape: tuple[int, int, int]) -> Iterator[tuple[int, int, mx.array]]:
     """(start, stop, float32 rows) of an encoded array, a block of tokens at a time.
 
-    A part whose layout depends on the number of tokens has them on axis 1; the others (a mean) go with every block.
+    A part whose layout depends on the number of tokens has them on axis 1, one by one or in groups; the others (a mean) go with
+    every block.
     """
     heads, rows, dim = shape
-    one_more = codec.layout((heads, rows + 1, dim), mx.float32)
-    by_token = {part for part, entry in codec.layout(shape, mx.float32).items() if entry != one_more[part]}
-    for start, stop in token_blocks(shape):
-        block = {part: value[:, start:stop] if part in by_token else value for part, value in parts.items()}
+    group = codec.tokens_together
+    more = codec.layout((heads, rows + group, dim), mx.float32)
+    by_token = {part: entry[1][1] for part, entry in codec.layout(shape, mx.float32).items() if entry != more[part]}
+    for start, stop in token_blocks(shape, group):
+        block = dict(parts)
+        for part, size in by_token.items():
+            block[part] = parts[part][:, start:stop] if size == rows else parts[part][:, start // group : -(-stop // group)]
         yield start, stop, codec.decode(block, (heads, stop - start, dim), mx.float32)
 
 

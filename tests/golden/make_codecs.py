@@ -27,6 +27,9 @@ CASES = {
     "rvq/v1/8-ls-f32-d62": "k=rvq-8:ls:nocenter,v=raw",
     "rabitq/v1/ls-center-f32-d96": "k=rabitq:ls:center,v=raw",
     "rabitq/v1/unbiased-f16-d64": "k=rabitq:unbiased:nocenter,v=raw",
+    "affine/v1/4-channel-f32-d64": "k=affine-4:channel,v=raw",
+    "affine/v1/2-token-bf16-d80": "k=affine-2:token,v=raw",
+    "affine/v1/3-channel-group4-f16-d36": "k=affine-3:channel:group=4,v=raw",
 }
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 

@@ -10,6 +10,7 @@ from math import prod
 from typing import ClassVar, Literal, Self
 
 import mlx.core as mx
+import numpy as np
 
 Shape = tuple[int, int, int]  # H, S, D
 RoleName = Literal["k", "v"]
@@ -18,13 +19,22 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 DTYPES = {"U8": mx.uint8, "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}  # safetensors name -> dtype of a part
 FLOATS = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
+LARGEST = 1e36  # beyond it a float32 sum over a row could overflow
+SMALLEST = 2.0**-120  # below it a row's values, or a group's step, count as zero
+FLOAT16_MAX = 65504.0
 BLOCK_VALUES = 1 << 18  # values per block: about 1 MiB for each float32 temporary
+_SHOWN = 3  # places named when values are refused
 
 
 class Codec(ABC):
     """One way to store the keys or the values of a layer. Instances are equal when they encode and decode alike."""
 
     id: ClassVar[str]
+
+    @property
+    def tokens_together(self) -> int:
+        """Tokens that share an entry of a part: blocks of rows start at multiples of it."""
+        return 1
 
     @classmethod
     @abstractmethod
@@ -107,6 +117,19 @@ class Codec(ABC):
         if x.ndim != 3:
             raise ValueError(f"[{self.id}] x must be (H, S, D), but got {tuple(x.shape)}.")
 
+    def _check_finite(self, x: mx.array) -> None:
+        for tokens in token_blocks(x.shape):
+            if not mx.max(mx.abs(x[:, tokens])).item() <= LARGEST:  # a NaN fails any comparison
+                break
+        else:
+            return
+        bad = np.argwhere(~(np.array(mx.abs(x.astype(mx.float32))) <= LARGEST))
+        shown = ", ".join(f"(head {h}, token {s}, dim {d}): {x[int(h), int(s), int(d)].item()}" for h, s, d in bad[:_SHOWN])
+        more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise ValueError(
+            f"[{self.id}] {len(bad)} of {x.size} values are NaN, infinite or beyond {LARGEST:g}: {shown}{more}; --codec raw stores them."
+        )
+
     def _checked_parts(self, parts: dict[str, mx.array], layout: Layout) -> dict[str, mx.array]:
         """The parts of a layout, BF16 ones as bfloat16 arrays."""
         checked = {}
@@ -123,8 +146,8 @@ class Codec(ABC):
         return checked
 
 
-def token_blocks(shape: Shape) -> Iterator[slice]:
-    """Slices of the token axis with about BLOCK_VALUES values each."""
+def token_blocks(shape: Shape, multiple: int = 1) -> Iterator[slice]:
+    """Slices of the token axis with about BLOCK_VALUES values each; all but the last hold a multiple of `multiple` tokens."""
     heads, tokens, dim = shape
-    step = max(1, BLOCK_VALUES // max(1, heads * dim))
+    step = max(1, BLOCK_VALUES // max(1, heads * dim * multiple)) * multiple
     return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))

@@ -24,11 +24,10 @@ from itertools import pairwise
 from typing import ClassVar, Literal, Self, get_args
 
 import mlx.core as mx
-import numpy as np
 
 from formats.errors import ManifestError
 from veloxquant_mlx.allocators.codebooks import MAX_BITS, Codebook, boundaries
-from veloxquant_mlx.codecs._base import DTYPES, Codec, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, LARGEST, SMALLEST, Codec, Layout, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._rotation import rotate, unrotate
 
@@ -37,11 +36,7 @@ ScaleKind = Literal["norm", "ls", "unbiased"]
 ROTATION = "hartley-sylvester"
 DEFAULT_SEED = 1
 SEEDS = 1 << 63  # an integer that any JSON reader of the format takes
-LARGEST = 1e36  # beyond it a float32 sum over a row could overflow
-SMALLEST = 2.0**-120  # rows whose every |value| is below it decode to the mean
-FLOAT16_MAX = 65504.0
 _MEAN_TOKENS = 4096  # tokens per partial sum of the mean
-_SHOWN = 3  # places named when values are refused
 
 
 @dataclass(frozen=True)
@@ -202,19 +197,6 @@ class RotatedCodec(Codec):
         other = mx.sum(mx.square(q if self.scale == "ls" else y), axis=-1)
         over, under = (yq, other) if self.scale == "ls" else (other, yq)
         return mx.where(under > 0, over / under, 1.0)
-
-    def _check_finite(self, x: mx.array) -> None:
-        for tokens in token_blocks(x.shape):
-            if not mx.max(mx.abs(x[:, tokens])).item() <= LARGEST:  # a NaN fails any comparison
-                break
-        else:
-            return
-        bad = np.argwhere(~(np.array(mx.abs(x.astype(mx.float32))) <= LARGEST))
-        shown = ", ".join(f"(head {h}, token {s}, dim {d}): {x[int(h), int(s), int(d)].item()}" for h, s, d in bad[:_SHOWN])
-        more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        raise ValueError(
-            f"[{self.id}] {len(bad)} of {x.size} values are NaN, infinite or beyond {LARGEST:g}: {shown}{more}; --codec raw stores them."
-        )
 
 
 def _mean_over_tokens(x: mx.array) -> mx.array:
