@@ -4,7 +4,6 @@ The header begins with PREFIX, then the 64 hex digits of its own blake3, at a fi
 proven whole, before any JSON is parsed. `open_container` raises the first problem found here; `check` reports all of them.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 
 import blake3
@@ -200,5 +199,4 @@ def reference_problems(manifest: Manifest, names: "dict[str, Node] | set[str]") 
 
 def tensor_json(info: TensorInfo) -> dict[str, object]:
     """A tensor's entry in the manifest."""
-    value = dataclasses.asdict(info)
-    return {key: value[key] for key in ("dtype", "shape", "bytes", "stored", "encoding", "blake3")}
+    return {key: getattr(info, key) for key in ("dtype", "shape", "bytes", "stored", "encoding", "blake3")}

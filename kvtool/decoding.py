@@ -1,7 +1,6 @@
 """Turn manifest entries and their tensors back into cache states, one (layer, role) at a time."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from formats.container import Reader
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
-from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, decode_blocks, positions_of, takes_dim, unrotated
+from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, Positions, decode_blocks, takes_dim, unrotated
 from kvtool.rope_limits import MAX_ROPE_DIMS, beyond_limits
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import CODECS, Codec
@@ -85,14 +84,15 @@ def decode_array(reader: Reader, array: StateArray) -> mx.array:
     return to_mlx(reader.array(tensor.name), array.dtype)
 
 
-def decode_role(reader: Reader, role: Role | None, positions: Any) -> mx.array | Quantized | None:
+def decode_role(reader: Reader, role: Role | None, positions: Sequence[tuple[int, int]]) -> mx.array | Quantized | None:
     """K or V of one cache: (H, S, D) as it stood in the live cache."""
     if role is None:
         return None
     check_role(reader.path, role)
     if len(role.segments) == 1 and reader.manifest.codecs[role.segments[0].codec].id == MLX_AFFINE:
         return _triplet(reader, role, role.segments[0])
-    pieces = [decode_segment(reader, role, segment, positions) for segment in role.segments]
+    at = Positions(positions)
+    pieces = [decode_segment(reader, role, segment, at) for segment in role.segments]
     whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
     mx.eval(whole)
     del pieces
@@ -107,7 +107,7 @@ def check_role(path: str, role: Role) -> None:
         raise ManifestError(f"keys or values of {role.heads} heads and {rows} rows", path=path)
 
 
-def decode_segment(reader: Reader, role: Role, segment: Segment, positions: Any) -> mx.array:
+def decode_segment(reader: Reader, role: Role, segment: Segment, positions: Positions) -> mx.array:
     """Rows of one segment, (H, rows, D) in the role's dtype, as cached (RoPE applied where they were stored before it)."""
     dtype = FLOATS[role.dtype]
     start, stop = segment.rows
@@ -134,7 +134,7 @@ def decode_segment(reader: Reader, role: Role, segment: Segment, positions: Any)
         rows = codec.decode(parts, shape, dtype)
         mx.eval(rows)
         return rows
-    at = positions_of(positions, start, stop)
+    at = positions.of(start, stop)
     rows = mx.zeros(shape, dtype)
     for first, last, block in decode_blocks(codec, parts, shape):
         if rope is not None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -41,6 +42,22 @@ FLOAT16_MAX = 65504.0
 BLOCK_VALUES = 1 << 18
 # Largest head_dim that goes through a lossy codec: its rotation takes (odd part of head_dim)^2 values.
 MAX_CODED_DIM = 4096
+
+
+class Positions:
+    """Positions of a cache's rows, from its [start, stop) ranges in row order. A row is looked up in the logarithm of their number."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self.ranges = ranges
+        self._starts = np.array([a for a, _ in ranges], np.int64)
+        # Row at which each range begins, and the number of rows.
+        self._rows = np.array([0, *accumulate(b - a for a, b in ranges)], np.int64)
+
+    def of(self, start: int, stop: int) -> np.ndarray:
+        """Positions (int64) of rows start to stop."""
+        rows = np.arange(start, min(stop, self._rows[-1]), dtype=np.int64)
+        at = np.searchsorted(self._rows, rows, side="right") - 1
+        return self._starts[at] + rows - self._rows[at]
 
 
 @dataclass(frozen=True)
@@ -184,14 +201,14 @@ class Encoder:
         heads, rows, dim = source.shape
         raw = Raw()
         cuts = [(0, rows, codec)] if isinstance(codec, Raw) else split_rows(positions, rows, self.plan.sink, self.plan.recent, codec, raw)
-        shared = _RoleRows(source, len(cuts))
+        shared, at = _RoleRows(source, len(cuts)), Positions(positions)
         for index, (start, stop, chosen) in enumerate(cuts):
             # Exact rows of a lossy file of a float32 cache take 16 bits.
             narrow = chosen is raw and source.dtype == mx.float32
             work = SegmentWork(
                 fetch=shared.rows(start, stop),
                 shape=(heads, stop - start, dim),
-                positions=partial(positions_of, positions, start, stop),
+                positions=partial(at.of, start, stop),
                 rope=source.rope,
                 codec=chosen,
                 frame=self._frame(name, role, source, chosen),
@@ -347,17 +364,6 @@ def split_rows(
 def takes_dim(codec: Codec, dim: int) -> bool:
     """Whether a codec can store this head_dim; what it cannot take is kept raw."""
     return isinstance(codec, Raw) or (dim % 2 == 0 and 0 < dim <= MAX_CODED_DIM)
-
-
-def positions_of(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> np.ndarray:
-    """Positions (int64) of rows start to stop, from a cache's [first, last) position ranges in row order."""
-    pieces, row = [np.empty(0, np.int64)], 0
-    for a, b in ranges:
-        first, last = max(a, a + start - row), min(b, a + stop - row)
-        if first < last:
-            pieces.append(np.arange(first, last, dtype=np.int64))
-        row += b - a
-    return np.concatenate(pieces)
 
 
 def source_of(value: mx.array | Quantized | None, probe: RoleProbe | None) -> RoleSource | None:

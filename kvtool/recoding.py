@@ -5,7 +5,7 @@ cached are decoded, rotated once by p_t w_t - p_s w_s, and encoded again; the er
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from kvtool.archive import Archive, SaveReport, codec_plan, live_sizes, write_ar
 from kvtool.archive import open as open_archive
 from kvtool.compat import check_layers, short
 from kvtool.decoding import FLOATS, check_role, codec_of, decode_role, decode_segment, part_dtypes, rope_of
-from kvtool.encoding import MLX_AFFINE, Encoder, RoleSource, SegmentWork, positions_of
+from kvtool.encoding import MLX_AFFINE, Encoder, Positions, RoleSource, SegmentWork
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe, probe_model
 from kvtool.rope_limits import MAX_BASE
@@ -195,10 +195,11 @@ class _Recoder:
             what = f"{name}: RoPE on entries {source.first} to {source.first + source.dims} of head_dim {old.dim}"
             raise ManifestError(what, path=self.reader.path)
         target = self._target(name, source, probe)
+        before, after = Positions(info.positions), Positions(positions)
         if self.plan is not None:
-            return self._transcode(name, role, info, old, positions, source, target)
+            return self._transcode(name, role, old, before, after, source, target)
         index = None if target is None else self.encoder.rope(target)
-        segments = tuple(self._segment(name, i, info, old, s, positions, source, target) for i, s in enumerate(old.segments))
+        segments = tuple(self._segment(name, i, old, s, before, after, source, target) for i, s in enumerate(old.segments))
         return replace(old, rope=index, segments=segments)
 
     def _target(self, name: str, source: RopeSpec | None, probe: RoleProbe | None) -> RopeSpec | None:
@@ -232,34 +233,36 @@ class _Recoder:
         self,
         name: str,
         role: str,
-        info: CacheInfo,
         old: Role,
-        positions: tuple[tuple[int, int], ...],
+        before: Positions,
+        after: Positions,
         source: RopeSpec | None,
         target: RopeSpec | None,
     ) -> Role | None:
         self.touched.add(name)
-        rows = info.rows
+        rows = old.segments[-1].rows[1]
         problem = self._problem(name)
         if any(self.reader.manifest.codecs[s.codec].id == MLX_AFFINE for s in old.segments):
             self.encoder.requantised.append(name)
 
         def fetch() -> mx.array:
-            value = decode_role(self.reader, old, info.positions)
+            value = decode_role(self.reader, old, before.ranges)
             assert value is not None
             array = value.dequantize() if isinstance(value, Quantized) else value
-            return self._rotated(array, info.positions, positions, (0, rows), source, target)
+            return self._rotated(array, before, after, (0, rows), source, target)
 
-        return self.encoder.role(name, role, RoleSource((old.heads, rows, old.dim), FLOATS[old.dtype], target, problem, fetch), positions)
+        return self.encoder.role(
+            name, role, RoleSource((old.heads, rows, old.dim), FLOATS[old.dtype], target, problem, fetch), after.ranges
+        )
 
     def _segment(
         self,
         name: str,
         index: int,
-        info: CacheInfo,
         role: Role,
         segment: Segment,
-        positions: tuple[tuple[int, int], ...],
+        before: Positions,
+        after: Positions,
         source: RopeSpec | None,
         target: RopeSpec | None,
     ) -> Segment:
@@ -283,13 +286,13 @@ class _Recoder:
             dtype = FLOATS[dtypes["data"] if isinstance(codec, Raw) else role.dtype]
 
         def fetch() -> mx.array:
-            rows = decode_segment(self.reader, role, segment, info.positions)
-            return self._rotated(rows, info.positions, positions, segment.rows, source, target)
+            rows = decode_segment(self.reader, role, segment, before)
+            return self._rotated(rows, before, after, segment.rows, source, target)
 
         work = SegmentWork(
             fetch=fetch,
             shape=shape,
-            positions=partial(positions_of, positions, start, stop),
+            positions=partial(after.of, start, stop),
             rope=target,
             codec=codec,
             frame=segment.frame if target is not None else "post",
@@ -306,12 +309,12 @@ class _Recoder:
     def _rotated(
         self,
         rows: mx.array,
-        old: Sequence[tuple[int, int]],
-        new: Sequence[tuple[int, int]],
+        before: Positions,
+        after: Positions,
         span: tuple[int, int],
         source: RopeSpec | None,
         target: RopeSpec | None,
     ) -> mx.array:
         if source == target and (self.shift == 0 or source is None):
             return rows
-        return rotate(rows, positions_of(old, *span), source, target, target_positions=positions_of(new, *span))
+        return rotate(rows, before.of(*span), source, target, target_positions=after.of(*span))
