@@ -1,6 +1,6 @@
 """Cached keys moved from one rope theta to another in a single rotation.
 
-    K_t = Rot(p * (w_t - w_s)) K_s,    w = base^(-2i/D),    pairs (i, i + D/2)
+    K_t = Rot(p * (w_t - w_s)) K_s,    w = base^(-2i/D),    pairs (i, i + D/2)    (RoPE: Su et al. 2021, arXiv 2104.09864)
 
 The angle is taken in float64 on the host: float32 is off by 2e-2 rad at position 131072 and by 0.2 rad at a million.
 """

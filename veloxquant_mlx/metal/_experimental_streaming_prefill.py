@@ -1,6 +1,7 @@
 """Causal attention with a SIMD-group per query row: keys and values stream from memory, no threadgroup memory and no barrier.
 
-The same function as `flash_prefill_attend`, built to be measured against its tiles. What an implementation has in flight:
+The same function as `flash_prefill_attend`, built to be measured against its tiles; online softmax as Milakov and Gimelshein
+2018 (arXiv 1805.02867). What an implementation has in flight:
 
     name               keys at a time   query rows of a SIMD-group
     streaming                1                 1

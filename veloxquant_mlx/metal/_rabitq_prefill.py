@@ -1,4 +1,4 @@
-"""Attention of many queries over 1-bit keys and 4-bit codebook values, with exact dot products.
+"""Attention of many queries over 1-bit keys (RaBitQ, arXiv 2405.12497) and 4-bit codebook values, with exact dot products.
 
     s[i, j] = scale (q[i] . signs[j]) k_mag[j] + k_const[j]
     out[i]  = sum_j softmax_j(s[i, j]) v_cents[v_idx[j]]

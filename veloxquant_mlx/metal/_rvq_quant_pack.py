@@ -1,4 +1,4 @@
-"""Two-stage scalar codes of rotated vectors, packed into 32-bit words, in one pass.
+"""Two-stage scalar codes of rotated vectors (TurboQuant, arXiv 2504.19874), packed into 32-bit words, in one pass.
 
     i1 = number of boundaries1 below y,    r = y - centroids1[i1],    i2 = number of boundaries2 below r
 
