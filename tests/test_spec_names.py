@@ -1,6 +1,7 @@
 """SPEC.md names every codec, codec parameter, part and `extra` member that kvtool can write, and what it says of mlx-affine decodes."""
 
 import ast
+import math
 import re
 from pathlib import Path
 
@@ -11,7 +12,11 @@ import pytest
 import formats.header
 import kvtool
 from formats.bitpack import unpack
+from formats.container import Reader
+from formats.errors import IncompatibleError, ManifestError
+from formats.examine import MAX_EXPANSION
 from kvtool.encoding import MLX_AFFINE
+from tests.library import rewrite, saved, tiny
 from veloxquant_mlx.codecs import CODECS, parse_codec
 
 SPEC = (Path(formats.header.__file__).parent / "SPEC.md").read_text(encoding="utf-8")
@@ -45,6 +50,45 @@ def test_every_codec_with_its_parts_and_params() -> None:
     for name in ("weight", "scales", "biases"):
         assert f"`{name}`" in table[MLX_AFFINE]
     assert {"bits", "group_size"} <= rows(section("### mlx-affine"))
+
+
+def test_no_codec_decodes_beyond_the_stated_limit() -> None:
+    """float32 values over the bytes of their parts: the limits in SPEC.md hold for the fewest bits each codec takes."""
+    shape = (2, 5000, 1024)
+    values = 4 * math.prod(shape)
+    plans = [parse_codec(spec) for spec in ("rabitq", "rvq-1", "k=affine-1:group=1024,v=affine-1:token:group=1024", "raw")]
+    largest = max(values / codec.nbytes(shape, mx.float32) for plan in plans for codec in (plan.k, plan.v))
+    assert 30 < largest < 32
+    limits = section("## Limits")
+    assert "32-fold" in limits and f"{32 * MAX_EXPANSION:,}".replace(",", " ") in limits
+
+
+def test_a_model_refuses_rows_beyond_its_tokens_before_a_byte_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bounds the memory of a load: the header's H, D and S against the model and the number of token ids."""
+    model = tiny("llama")
+    path = saved(model, tmp_path / "a.kv", 12, codec="rvq-4")
+
+    def longer(manifest: dict) -> None:
+        for layer in manifest["layers"]:
+            layer["positions"], layer["offset"] = [[0, 1 << 20]], 1 << 20
+            for role in ("k", "v"):
+                layer[role]["segments"][0]["rows"] = [0, 1 << 20]
+
+    def wider(manifest: dict) -> None:
+        for layer in manifest["layers"]:
+            layer["k"]["heads"] = layer["v"]["heads"] = 1 << 20
+
+    def read(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    files = [
+        (rewrite(path, tmp_path / f"{edit.__name__}.kv", edit), error)
+        for edit, error in ((longer, ManifestError), (wider, IncompatibleError))
+    ]
+    monkeypatch.setattr(Reader, "array", read)
+    for file, error in files:
+        with pytest.raises(error):
+            kvtool.load(file, model)
 
 
 def test_codec_ids_come_from_the_registry_or_mlx_affine() -> None:
