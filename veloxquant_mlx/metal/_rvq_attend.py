@@ -4,7 +4,8 @@
     s[i, j] = q[i] . k^[j] / sqrt(D)  (k_norm[j])
     out[i]  = sum_j softmax_j(s[i, j]) v_codebook[v_idx[j]]          per sub-vector, (v_scale[j])
 
-The codes a codec in the manner of TurboQuant (arXiv 2504.19874) stores lack the norm and the rotation: `k_norm`, `v_scale` and `out_rotation` supply them.
+The codes a codec in the manner of TurboQuant (arXiv 2504.19874) stores lack the norm and the rotation: `k_norm`, `v_scale` and
+`out_rotation` supply them.
 """
 
 import math

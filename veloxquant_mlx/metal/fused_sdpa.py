@@ -3,8 +3,8 @@
     k~[j]   = concat_n k_codebook[k_indices[j, n]],    v^[j] = concat_n v_codebook[v_indices[j, n]]
     out[i]  = sum_j softmax_j(scale q~[i] . k~[j]) v^[j]
 
-q~ = (q * smooth) H and k~ = (k / smooth) H give q~ . k~ = q . k, since H H^T = I (VecInfer, Yao et al. 2025, arXiv 2510.06175). Every module of mlx-lm binds
-`scaled_dot_product_attention` by value, hence the patch of each module rather than of one.
+q~ = (q * smooth) H and k~ = (k / smooth) H give q~ . k~ = q . k, since H H^T = I (VecInfer, Yao et al. 2025, arXiv 2510.06175). Every
+module of mlx-lm binds `scaled_dot_product_attention` by value, hence the patch of each module rather than of one.
 """
 
 import sys
