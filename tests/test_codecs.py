@@ -34,7 +34,8 @@ ROTATED = (
     "rabitq:unbiased:nocenter:seed=7",
 )
 AFFINE = ("affine-2:channel", "affine-4:token", "affine-3:channel:group=7", "affine-8:token:group=64", "affine-1:token:group=5")
-LOSSY = (*ROTATED, *AFFINE)
+GRIDS = ("rabitq-2:ls:center", "rabitq-3:norm:nocenter", "rabitq-4:unbiased:center", "rabitq-8:ls:nocenter:seed=7")
+LOSSY = (*ROTATED, *GRIDS, *AFFINE)
 ALL = ("raw", *LOSSY)
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 # A float32 sum over a rotated row (|y| up to about 5 where it matters) is off by a few 2**-22: this close, either cell is right.
@@ -269,7 +270,7 @@ def test_packing(bits: int, dim: int) -> None:
 # --- numbers that break others
 
 
-@pytest.mark.parametrize("spec", ROTATED)
+@pytest.mark.parametrize("spec", (*ROTATED, *GRIDS))
 def test_zero_rows_decode_to_zero(spec: str) -> None:
     x = sample((2, 13, 64))
     decoded = codec(spec).decode(codec(spec).encode(x), x.shape, x.dtype)
