@@ -34,6 +34,9 @@ _HOME = {
     "recode": "kvtool.recoding",
     "evaluate": "kvtool.evaluation",
     "EvalReport": "kvtool.evaluation",
+    "sweep": "kvtool.sweeping",
+    "SweepReport": "kvtool.sweeping",
+    "SweepRow": "kvtool.sweeping",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -53,6 +56,9 @@ if TYPE_CHECKING:
     from kvtool.model import LoadedModel as LoadedModel
     from kvtool.model import load_model as load_model
     from kvtool.recoding import recode as recode
+    from kvtool.sweeping import SweepReport as SweepReport
+    from kvtool.sweeping import SweepRow as SweepRow
+    from kvtool.sweeping import sweep as sweep
 
 
 def __getattr__(name: str) -> Any:

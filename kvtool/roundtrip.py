@@ -1,0 +1,173 @@
+"""One way to store rows of a cache and get them back, with the bytes it takes: what `kvtool.sweep` compares.
+
+Any codec of `parse_codec`; `mlx-N`, mlx-lm's QuantizedKVCache of N bits (affine, in groups of 64 along the head, or 32 where 64 does
+not divide it); `fp8`, MLX's e4m3 without a scale, which saturates at 448. Scales and biases of `mlx-N` are rounded to float16 where they
+fit, as a 16-bit cache has them.
+"""
+
+import re
+import time
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from kvtool.encoding import FLOAT16_MAX, takes_dim, unrotated
+from kvtool.probe import RoleProbe
+from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec
+from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.transfer.rope import rotate
+
+MLX_BITS = (2, 3, 4, 6, 8)
+
+
+@dataclass
+class Roundtrip:
+    """Encodes rows and decodes them at once, counting bytes, values and time; raw keeps rows as they are.
+
+    Attributes:
+        spec: as asked for, with the exact rows spelled out.
+        plan: codecs of keys and values, exact rows and frame; of `mlx-N` and `fp8` only the exact rows.
+        mlx_bits: N of `mlx-N`.
+        fp8: whether this is `fp8`.
+        coded_bytes, coded_values: of all encoded parts, side information included.
+        exact_bytes, exact_values: of rows kept as they are, at most 16 bits a value as a file with a lossy codec has them.
+        seconds: spent encoding and decoding.
+        problems: why rows were kept though a codec was to take them; with `failed`, what the codec refused.
+        failed: a codec refused its input, so that the scores are not its own.
+    """
+
+    spec: str
+    plan: CodecPlan
+    mlx_bits: int | None = None
+    fp8: bool = False
+    coded_bytes: int = 0
+    coded_values: int = 0
+    exact_bytes: int = 0
+    exact_values: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def lossless(self) -> bool:
+        return self.mlx_bits is None and not self.fp8 and isinstance(self.plan.k, Raw) and isinstance(self.plan.v, Raw)
+
+    def rows(self, name: str, role: str, x: mx.array, positions: np.ndarray, probe: RoleProbe) -> mx.array:
+        """The rows after encoding and decoding, in their dtype.
+
+        Args:
+            name: of the layer, for `problems`.
+            role: "k" or "v".
+            x: (H, S, D) as cached.
+            positions: (S,) of the rows.
+            probe: rotation of the rows as cached.
+        """
+        if not x.size:
+            return x
+        mx.eval(x)
+        start = time.perf_counter()
+        try:
+            decoded, count = self._coded(name, role, x, positions, probe)
+        except ValueError as error:
+            # The other codecs of a sweep go on; the report says that this one refused.
+            self.failed = True
+            self._problem(f"{name}.{role}: {error}")
+            decoded, count = x, None
+        mx.eval(decoded)
+        self.seconds += time.perf_counter() - start
+        if count is None:
+            self.exact(x.shape, x.dtype)
+        else:
+            self.coded_bytes += count
+            self.coded_values += x.size
+        return decoded
+
+    def exact(self, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+        """Count rows that stay as they are."""
+        values = int(np.prod(shape))
+        self.exact_values += values
+        self.exact_bytes += values * (dtype.size if self.lossless else min(dtype.size, 2))
+
+    def bits(self, *, exact: bool) -> float | None:
+        """Bits a value of the coded rows, or with the exact ones too; None of no rows."""
+        total = self.coded_bytes + (self.exact_bytes if exact else 0)
+        values = self.coded_values + (self.exact_values if exact else 0)
+        return 8 * total / values if values else None
+
+    def _coded(self, name: str, role: str, x: mx.array, positions: np.ndarray, probe: RoleProbe) -> tuple[mx.array, int | None]:
+        """Decoded rows and their encoded bytes; None where the codec does not take this head."""
+        dim = x.shape[-1]
+        if self.fp8:
+            packed = mx.to_fp8(x)
+            return mx.from_fp8(packed, x.dtype), packed.nbytes
+        if self.mlx_bits is not None:
+            group = next((g for g in (64, 32) if dim % g == 0), None)
+            if group is None:
+                self._problem(f"{name}.{role}: kept exact, no group divides head_dim {dim}")
+                return x, None
+            return affine(x, self.mlx_bits, group)
+        codec: Codec = self.plan.k if role == "k" else self.plan.v
+        if isinstance(codec, Raw):
+            return x, sum(part.nbytes for part in codec.encode(x).values())
+        if not takes_dim(codec, dim):
+            self._problem(f"{name}.{role}: kept exact, head_dim {dim}")
+            return x, None
+        frame = self.plan.frame or codec.default_frame("k" if role == "k" else "v")
+        if frame == "pre" and probe.rope is None and probe.rope_problem is not None:
+            self._problem(f"{name}.{role}: stored after RoPE, {probe.rope_problem}")
+        rope = probe.rope if frame == "pre" else None
+        rows = x if rope is None else rotate(x.astype(mx.float32), positions, rope, unrotated(rope))
+        parts = codec.encode(rows)
+        out = codec.decode(parts, (x.shape[0], x.shape[1], dim), mx.float32)
+        if rope is not None:
+            out = rotate(out, positions, unrotated(rope), rope)
+        if x.dtype == mx.float16:
+            out = mx.clip(out, -FLOAT16_MAX, FLOAT16_MAX)
+        return out.astype(x.dtype), sum(part.nbytes for part in parts.values())
+
+    def _problem(self, text: str) -> None:
+        if text not in self.problems:
+            self.problems.append(text)
+
+
+def parse_roundtrip(spec: str, sink: int = 0, recent: int = 0) -> Roundtrip:
+    """A fresh round trip of a spec.
+
+    Args:
+        spec: a spec of `parse_codec`, or `mlx-N` or `fp8`, both with sink= and recent= if wanted.
+        sink, recent: exact rows where the spec does not say.
+
+    Raises:
+        ValueError: what is wrong with it, and what exists.
+    """
+    if min(sink, recent) < 0:
+        raise ValueError(f"[sweep] sink and recent must be at least 0, but got {sink} and {recent}.")
+    head, _, rest = spec.partition(",")
+    extra = re.fullmatch(r"mlx-(\d+)|fp8", head.strip())
+    fields = {text.partition("=")[0].strip() for text in spec.split(",")}
+    if extra is not None and fields & {"k", "v", "frame"}:
+        raise ValueError(f"[sweep] {spec!r}: {head} takes sink=N and recent=N alone.")
+    plan = parse_codec(spec if extra is None else f"raw,{rest}" if rest else "raw")
+    for name, value in (("sink", sink), ("recent", recent)):
+        if name not in fields:
+            plan = CodecPlan(**{**vars(plan), name: value})
+    if extra is None:
+        return Roundtrip(plan.spec(), plan)
+    shown = ",".join([head.strip(), *(f"{name}={n}" for name, n in (("sink", plan.sink), ("recent", plan.recent)) if n)])
+    if extra[1] is None:
+        return Roundtrip(shown, plan, fp8=True)
+    if int(extra[1]) not in MLX_BITS:
+        raise ValueError(f"[sweep] {spec!r}: mlx-N has N of {', '.join(map(str, MLX_BITS))}.")
+    return Roundtrip(shown, plan, mlx_bits=int(extra[1]))
+
+
+def affine(x: mx.array, bits: int, group: int) -> tuple[mx.array, int]:
+    """Rows through mlx's affine quantisation, and the bytes of weights, scales and biases."""
+    weight, scales, biases = mx.quantize(x, group_size=group, bits=bits)
+    if x.dtype == mx.float32:
+        narrow = [part.astype(mx.float16) for part in (scales, biases)]
+        if all(mx.all(mx.isfinite(part)).item() for part in narrow):
+            scales, biases = narrow
+    size = weight.nbytes + scales.nbytes + biases.nbytes
+    return mx.dequantize(weight, scales.astype(x.dtype), biases.astype(x.dtype), group_size=group, bits=bits), size

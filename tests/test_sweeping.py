@@ -1,0 +1,330 @@
+"""A sweep: several codecs in one table, by both protocols, with bits from real bytes; CSV, JSON and the plot."""
+
+import csv
+import functools
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import kvtool
+from formats.errors import BackendError, IncompatibleError
+from kvtool.cli import run
+from kvtool.frontier import frontier, svg, write_csv, write_plot
+from kvtool.model import LoadedModel
+from kvtool.probe import CacheProbe, RoleProbe
+from kvtool.roundtrip import MLX_BITS, parse_roundtrip
+from kvtool.streaming_cache import StreamingCache, streaming_caches
+from kvtool.sweeping import OWN, SweepReport, SweepRow
+from tests.library import f64, fill, tiny
+from tests.library import run as run_model
+from tests.texts import text
+from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.codecs.rvq import Rvq
+from veloxquant_mlx.transfer.rope import RopeSpec
+
+PREFIX, N, SINK, RECENT = 100, 120, 4, 16
+SPECS = ("raw", "rvq-2", "rvq-3", "rvq-4", "rabitq", "k=rvq-4,v=rvq-2,frame=post", "mlx-4", "mlx-8", "fp8")
+
+
+@functools.cache
+def model() -> LoadedModel:
+    return kvtool.load_model("tiny-a")
+
+
+@functools.cache
+def token_ids() -> tuple[int, ...]:
+    return tuple(model().tokenizer.encode(text("prose"))[: PREFIX + N + 1])
+
+
+@functools.cache
+def report(protocol: str) -> SweepReport:
+    return kvtool.sweep(
+        model(),
+        {"prose": token_ids()},
+        SPECS,
+        protocol=protocol,
+        prefix=PREFIX,
+        tokens=N,
+        sink=SINK,
+        recent=RECENT,  # type: ignore[arg-type]
+    )
+
+
+def row(protocol: str, spec: str) -> SweepRow:
+    return report(protocol).row(parse_roundtrip(spec, SINK, RECENT).spec)
+
+
+@pytest.mark.parametrize("protocol", ["prefix", "streaming"])
+def test_raw_is_the_own_cache(protocol: str) -> None:
+    own, raw = report(protocol).row(OWN), row(protocol, "raw")
+    assert (own.kl, own.top1, own.ppl_delta, own.attention_error, own.n, own.bits) == (0.0, 1.0, 0.0, 0.0, N, 32.0)
+    # The streaming cache holds the same rows in another order: sums in float32 differ by rounding.
+    limit = 0.0 if protocol == "prefix" else 1e-9
+    assert raw.kl is not None and raw.attention_error is not None
+    assert abs(raw.kl) <= limit and raw.top1 == 1.0 and raw.attention_error <= limit and raw.bits == 32.0 == raw.bits_all
+
+
+@pytest.mark.parametrize("protocol", ["prefix", "streaming"])
+def test_more_bits_are_closer(protocol: str) -> None:
+    for group in (("rvq-2", "rvq-3", "rvq-4"), ("mlx-4", "mlx-8")):
+        rows = [row(protocol, spec) for spec in group]
+        for column in ("kl", "attention_error"):
+            values = [getattr(r, column) for r in rows]
+            assert values == sorted(values, reverse=True) and values[-1] > 0
+        assert [r.bits for r in rows] == sorted(r.bits or 0 for r in rows)
+
+
+def test_streaming_is_harder_than_prefix() -> None:
+    """The same positions are scored, but streaming codes what follows the prefix too, and its errors propagate."""
+    for spec in SPECS[1:]:
+        for column in ("kl", "attention_error"):
+            assert getattr(row("streaming", spec), column) > getattr(row("prefix", spec), column), spec
+
+
+def test_bits_are_real_bytes() -> None:
+    """Against the codec's own layout, by hand; tiny-a has 4 layers of 2 KV heads of 64."""
+    coded, exact = PREFIX - SINK - RECENT, SINK + RECENT
+    for spec in ("rvq-4", "rabitq", "rvq-2"):
+        plan = parse_codec(spec)
+        size = sum(codec.nbytes((2, coded, 64), mx.float32) for codec in (plan.k, plan.v))
+        assert row("prefix", spec).bits == pytest.approx(8 * size / (2 * 2 * coded * 64), rel=1e-12)
+        whole = size + 2 * 2 * exact * 64 * 2
+        assert row("prefix", spec).bits_all == pytest.approx(8 * whole / (2 * 2 * PREFIX * 64), rel=1e-12)
+    for protocol in ("prefix", "streaming"):
+        assert row(protocol, "mlx-4").bits == 4.5 and row(protocol, "fp8").bits == 8.0
+    # The forward's 220 tokens come as 128 and 92: the window keeps 16 at the end, and each block has side information of its own.
+    sizes = [
+        parse_codec("rvq-4").k.nbytes((2, n, 64), mx.float32) + parse_codec("rvq-4").v.nbytes((2, n, 64), mx.float32) for n in (108, 92)
+    ]
+    assert row("streaming", "rvq-4").bits == pytest.approx(8 * sum(sizes) / (2 * 2 * 200 * 64), rel=1e-12)
+
+
+def test_prefix_is_what_a_file_gives(tmp_path: Path) -> None:
+    ids = list(token_ids())
+    kvtool.save(kvtool.capture(model(), ids[:PREFIX]), tmp_path / "a.kv", codec="rvq-3", sink=SINK, recent=RECENT)
+    arm = kvtool.evaluate(tmp_path / "a.kv", model(), ids[PREFIX:], tokens=N).arm("transferred")
+    # A file has its exact rows in float16.
+    assert row("prefix", "rvq-3").kl == pytest.approx(arm.kl, rel=0.02) and row("prefix", "rvq-3").n == N
+
+
+def logits(plan: list[int], spec: str) -> np.ndarray:
+    probes = kvtool.capture(model(), [1, 2, 3]).probes
+    caches = streaming_caches(probes, parse_roundtrip(spec))
+    return np.concatenate([f64(x)[0] for x in run_model(model(), caches, token_ids(), plan)])
+
+
+@pytest.mark.parametrize(
+    "spec", ["mlx-4,sink=3,recent=8", "rvq-3:nocenter,sink=4,recent=16", "fp8", "mlx-2,recent=1", "mlx-4,sink=200,recent=5"]
+)
+def test_streaming_does_not_depend_on_the_step(spec: str) -> None:
+    """One token at a time needs no mask, so that it is plain what is coded; longer forwards give the same."""
+    single = logits([1] * 60, spec)
+    for plan in ([60], [7, 1, 30, 22]):
+        # Sums in another order may turn a value over a code's edge: more than rounding, far less than the codec's error.
+        assert np.abs(logits(plan, spec) - single).mean() < 0.02 * np.abs(single - logits([60], "raw")).mean() + 1e-5
+
+
+def test_streaming_one_token_by_hand() -> None:
+    """Keys after 5 tokens with a sink and a window of 2: decoded 1, 2, 3 (4 - 2 >= j >= 1), exact 0, 3, 4."""
+    probe = CacheProbe("KVCache", "full", k=RoleProbe(1, 64, mx.float32, None), v=RoleProbe(1, 64, mx.float32, None))
+    trip = parse_roundtrip("fp8,sink=1,recent=2")
+    cache = StreamingCache("0", probe, trip)
+    rows = mx.random.normal((1, 1, 5, 64), key=mx.random.key(1))
+    decoded = mx.from_fp8(mx.to_fp8(rows), mx.float32)
+    for i in range(5):
+        mask = cache.make_mask(1)
+        k, v = cache.update_and_fetch(rows[:, :, i : i + 1], 2 * rows[:, :, i : i + 1])
+    seen = [j for j in range(mask.shape[1]) if mask[0, j].item()]
+    expected = mx.concatenate([decoded[0, 0, 1:3], rows[0, 0, :1], rows[0, 0, 3:]])
+    assert mx.array_equal(k[0, 0, mx.array(seen)], expected) and v.shape == k.shape
+    cache.count_exact()
+    assert (trip.coded_values, trip.coded_bytes, trip.exact_values) == (2 * 2 * 64, 2 * 2 * 64, 2 * 3 * 64)
+
+
+HOSTILE = {
+    "identical": lambda s, key: mx.broadcast_to(mx.random.normal((2, 1, 64), key=key), (2, s, 64)),
+    "zeros": lambda s, key: mx.zeros((2, s, 64)),
+    "channel": lambda s, key: mx.random.normal((2, s, 64), key=key) * mx.where(mx.arange(64) == 5, 1000.0, 1.0),
+    "range": lambda s, key: (mx.random.normal((2, s, 64), key=key) * 1e37).astype(mx.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("spec", [*SPECS, "rvq-2+2", *(f"mlx-{n}" for n in MLX_BITS)])
+def test_hostile_rows_do_not_stop_it(case: str, spec: str) -> None:
+    """Each is coded to finite values of the same energy, or the row says that the codec refused it."""
+    rope = RopeSpec("default", 64, base=10000.0)
+    probe = RoleProbe(2, 64, mx.float32, rope)
+    for rows in (1, 16, 300):
+        x = HOSTILE[case](rows, mx.random.key(rows))
+        trip = parse_roundtrip(spec)
+        for role in ("k", "v"):
+            out = trip.rows("0", role, x, np.arange(rows), probe)
+            assert out.shape == x.shape and out.dtype == x.dtype
+            # bfloat16 ends at 3.4e38: nothing but a codec that says so may leave the range.
+            assert trip.failed or mx.all(mx.isfinite(out.astype(mx.float32))).item()
+            if case == "zeros":
+                assert not trip.failed and not mx.any(out).item()
+        assert trip.failed == bool(trip.problems)
+        assert trip.failed or (trip.coded_values, trip.exact_values) == (2 * x.size, 0)
+
+
+@pytest.mark.parametrize("protocol", ["prefix", "streaming"])
+@pytest.mark.parametrize("before", [1, 16])
+def test_short_caches(protocol: str, before: int) -> None:
+    for recent in (0, 8):
+        found = kvtool.sweep(
+            model(), {"t": token_ids()}, ["rvq-2", "fp8", "mlx-4"], protocol=protocol, prefix=before, tokens=3, recent=recent
+        )  # type: ignore[arg-type]
+        for r in found.rows:
+            assert r.n == 3 and r.kl is not None and np.isfinite(r.kl) and not r.note
+        assert (found.rows[1].bits is None) == (recent > before + 3 or (protocol == "prefix" and recent > before))
+
+
+def test_a_codec_that_refuses_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Rvq, x: mx.array) -> dict[str, mx.array]:
+        raise ValueError("[rvq] 3 values are not finite.")
+
+    monkeypatch.setattr(Rvq, "encode", refuse)
+    for protocol in ("prefix", "streaming"):
+        found = kvtool.sweep(model(), {"t": token_ids()}, ["rvq-2", "fp8"], protocol=protocol, prefix=20, tokens=3)  # type: ignore[arg-type]
+        refused = found.row("rvq-2")
+        assert refused.kl is None is refused.bits is refused.attention_error and "0.k: [rvq] 3 values" in refused.note
+        assert (found.row("fp8").kl or 0) > 0 and not found.row("fp8").note
+
+
+def test_texts_are_joined_and_runs_repeat() -> None:
+    ids = list(token_ids())
+    texts = {"a": ids[:60], "b": ids[60:140]}
+    first, second = (kvtool.sweep(model(), texts, ["rvq-2"], protocol="streaming", prefix=20, tokens=50, recent=4) for _ in range(2))
+    assert [asdict(r) | {"seconds": 0} for r in first.rows] == [asdict(r) | {"seconds": 0} for r in second.rows]
+    a, b, both = (first.row("rvq-2,recent=4", name) for name in ("a", "b", "all"))
+    assert [r.text for r in first.rows] == ["a", "b", "all"] * 2 and first.row("rvq-2,recent=4") == both
+    assert (a.n, b.n, both.n) == (39, 50, 89)
+    assert both.kl == pytest.approx((39 * (a.kl or 0) + 50 * (b.kl or 0)) / 89, rel=1e-12)
+    assert min(a.bits or 0, b.bits or 0) <= (both.bits or 0) <= max(a.bits or 0, b.bits or 0)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    llama = tiny("llama")
+    kinds = [type(m) for _, m in llama.model.named_modules()]
+    before = [f64(x) for x in run_model(llama, fill(llama, [], []), [1, 2, 3], [3])]
+    kvtool.sweep(llama, {"t": list(range(1, 40))}, ["fp8"], prefix=10)
+    assert [type(m) for _, m in llama.model.named_modules()] == kinds
+    assert np.array_equal(before[0], f64(run_model(llama, fill(llama, [], []), [1, 2, 3], [3])[0]))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "lfm2"])
+def test_models_with_other_layers(family: str) -> None:
+    """Sliding windows and recurrent states go by the prefix protocol alone."""
+    other = tiny(family)
+    ids = list(range(1, 60))
+    found = kvtool.sweep(other, {"t": ids}, ["raw", "rvq-2"], prefix=30)
+    assert found.row("raw").kl == 0.0 < (found.row("rvq-2").kl or 0)
+    with pytest.raises(IncompatibleError, match="full attention"):
+        kvtool.sweep(other, {"t": ids}, ["rvq-2"], protocol="streaming", prefix=30)
+
+
+@pytest.mark.parametrize(
+    ("codecs", "options", "message"),
+    [
+        (["nope"], {}, "no codec 'nope'"),
+        (["mlx-5"], {}, "2, 3, 4, 6, 8"),
+        (["mlx-4,frame=pre"], {}, "sink=N and recent=N alone"),
+        (["fp8,k=raw"], {}, "sink=N and recent=N alone"),
+        (["fp8", "fp8,sink=0"], {}, "twice"),
+        ([], {}, "at least one codec"),
+        (["raw"], {"protocol": "other"}, "prefix, streaming"),
+        (["raw"], {"prefix": 0}, "at least 1"),
+        (["raw"], {"sink": -1}, "at least 0"),
+        (["raw"], {"prefix": 5000}, "5002 are needed"),
+    ],
+)
+def test_wrong_arguments(codecs: list[str], options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvtool.sweep(model(), {"t": token_ids()}, codecs, **{"prefix": 8, **options})
+
+
+def test_spec_says_what_the_options_do_not() -> None:
+    assert parse_roundtrip("mlx-4", 4, 32).spec == "mlx-4,sink=4,recent=32"
+    assert parse_roundtrip("fp8,recent=1", 4, 32).spec == "fp8,sink=4,recent=1"
+    with pytest.raises(KeyError, match="own, raw"):
+        report("prefix").row("rvq-9")
+    assert parse_roundtrip("rvq-2+2,sink=0", 4, 32).spec == "rvq-2+2,recent=32"
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(text("prose")[:900], encoding="utf-8")
+    base = ["eval", "--model", "tiny-a", "--text", str(tmp_path / "a.txt"), "--codec", "k=rvq-4,v=rvq-2,sink=2", "--codec", "mlx-4"]
+    files = ["--csv", str(tmp_path / "t.csv"), "--plot", str(tmp_path / "t.svg")]
+    assert run([*base, "--protocol", "streaming", "--prefix", "40", "--n", "20", "--recent", "8", "--json", *files]) == 0
+    data = json.loads(capsys.readouterr().out)
+    columns = [f.name for f in fields(SweepRow)]
+    assert set(data) == {"model", "protocol", "prefix", "rows"} and [list(r) for r in data["rows"]] == [columns] * 3
+    specs = ["own", "k=rvq-4,v=rvq-2,sink=2,recent=8", "mlx-4,recent=8"]
+    assert [r["codec"] for r in data["rows"]] == specs
+    with open(tmp_path / "t.csv", newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    assert [list(r) for r in table] == [columns] * 3
+    assert [[float(r[c]) for c in ("n", "kl", "bits", "seconds")] for r in table] == [
+        [r[c] for c in ("n", "kl", "bits", "seconds")] for r in data["rows"]
+    ]
+    words = [e.text for e in ElementTree.parse(tmp_path / "t.svg").iter("{http://www.w3.org/2000/svg}text")]
+    assert set(specs[1:]) <= set(words) and "own" not in words
+    assert run([*base, "--prefix", "40", "--n", "20"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["own", "k=rvq-4,v=rvq-2,sink=2", "mlx-4"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "give IN.kv or --codec"),
+        (["IN", "--codec", "raw"], "not both"),
+        (["IN", "--protocol", "streaming"], "--protocol goes with --codec"),
+        (["IN", "--csv", "a.csv"], "--csv goes with --codec"),
+        (["IN", "--text", "TEXT"], "one --text"),
+        (["--codec", "raw", "--arms", "own"], "--arms goes with IN.kv"),
+        (["--codec", "raw", "--text", "TEXT"], "twice"),
+        (["--codec", "raw", "--plot", "a.gif"], "must end in .svg or .png"),
+        (["--codec", "raw", "--csv", "none/a.csv"], "none"),
+    ],
+)
+def test_wrong_options(
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("IN", "TEXT"):
+        (tmp_path / name).write_text("some words")
+    assert run(["eval", "--model", "tiny-a", "--text", "TEXT", *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_frontier_and_plot(tmp_path: Path) -> None:
+    points = [("a", 2.0, 0.1), ("b", 3.0, 0.2), ("c <&>", 4.0, 0.001), ("own", 32.0, 0.0), ("d", 2.0, 0.3)]
+    assert frontier(points[:3] + points[4:]) == [points[0], points[2]]
+    for shown in (points, points[:1], []):
+        write_plot(str(tmp_path / "p.svg"), shown, "t <t>")
+        root = ElementTree.parse(tmp_path / "p.svg").getroot()
+        circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
+        assert len(circles) == sum(kl > 0 for _, _, kl in shown)
+    ys = [float(c.get("cy") or 0) for c in ElementTree.fromstring(svg(points[:3], "")).iter("{http://www.w3.org/2000/svg}circle")]
+    # Lower KL, lower in the picture (a larger y); a decade is as far anywhere.
+    assert ys[2] > ys[0] > ys[1]
+    write_csv(str(tmp_path / "c.csv"), [{"a": 1, "b": None}, {"a": "x,y", "b": 0.5}])
+    assert (tmp_path / "c.csv").read_text() == 'a,b\n1,\n"x,y",0.5\n'
+
+
+def test_png_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BackendError, match="matplotlib"):
+        write_plot(str(tmp_path / "p.png"), [("a", 2.0, 0.1)], "t")
+    (tmp_path / "a.txt").write_text("a")
+    args = ["eval", "--model", "tiny-a", "--text", str(tmp_path / "a.txt"), "--codec", "raw", "--plot", str(tmp_path / "p.png")]
+    assert run(args) == BackendError.exit_code and "kvtool[plot]" in capsys.readouterr().err
