@@ -2,12 +2,13 @@
 
 import platform
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 import click
 
-from kvtool.cli._common import bar, emit, json_option
+from kvtool.cli._common import emit, json_option
 
 
 @click.command("selftest")
@@ -29,14 +30,14 @@ def command(ctx: click.Context, functions: tuple[str, ...], as_json: bool) -> No
     unknown = sorted(set(functions) - set(FUNCTIONS))
     if unknown:
         raise click.UsageError(f"no kernel function {unknown[0]!r}; there are {', '.join(FUNCTIONS)}")
-    with bar("selftest", quiet=as_json) as progress:
-        report = run(functions or tuple(FUNCTIONS), progress)
+    # On stderr and at once, so that the name of a kernel that takes the process down is there to be sent.
+    report = run(functions or tuple(FUNCTIONS), lambda name: click.echo(f"testing {name}", err=True))
     emit(as_json, report, as_text(report))
     ctx.exit(0 if report["passed"] == report["expected"] and not report["failures"] else 1)
 
 
-def run(functions: tuple[str, ...], progress: Any = None) -> dict[str, Any]:
-    """What `kvtool selftest` reports, as one object."""
+def run(functions: tuple[str, ...], announce: Callable[[str], None]) -> dict[str, Any]:
+    """What `kvtool selftest` reports, as one object; `announce` gets the name of each function before its cases run."""
     import mlx.core as mx
 
     from veloxquant_mlx.metal._backend import backend, forced
@@ -46,26 +47,28 @@ def run(functions: tuple[str, ...], progress: Any = None) -> dict[str, Any]:
 
     here = backend()
     counts = expected_counts()
-    chosen = [case for case in CASES if case.function in functions]
     rows: dict[str, dict[str, Any]] = {
         name: {"function": name, "passed": 0, "expected": counts[name], "seconds": 0.0} for name in functions
     }
     failures = []
-    for done, case in enumerate(chosen, 1):
+    announced: set[str] = set()
+    for case in (case for name in functions for case in CASES if case.function == name):
+        row = rows[case.function]
+        if case.function not in announced:
+            announce(case.function)
+            announced.add(case.function)
         start = time.perf_counter()
         problem = attempt(case)
         if problem is None:
-            rows[case.function]["passed"] += 1
+            row["passed"] += 1
         else:
             # Whether the definition is right on this machine tells a kernel's fault from a case's.
             with forced("cpu"):
                 on_cpu = attempt(case) if here != "cpu" else problem
             failures.append({"case": case.id, "problem": problem, "cpu_path": on_cpu or "right"})
-        rows[case.function]["seconds"] += time.perf_counter() - start
-        if progress is not None:
-            progress(done, len(chosen))
+        row["seconds"] += time.perf_counter() - start
     return {
-        "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "machine": f"{_system()} {platform.machine()}",
         "device": str(mx.device_info().get("device_name", "unknown")),
         "backend": here,
         "versions": {name: version(name) for name in ("kvtool", "mlx")} | {"python": platform.python_version()},
@@ -74,6 +77,10 @@ def run(functions: tuple[str, ...], progress: Any = None) -> dict[str, Any]:
         "expected": sum(row["expected"] for row in rows.values()),
         "failures": failures,
     }
+
+
+def _system() -> str:
+    return f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else f"{platform.system()} {platform.release()}"
 
 
 def as_text(report: dict[str, Any]) -> str:
