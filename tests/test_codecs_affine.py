@@ -1,15 +1,18 @@
 """The affine codec: its error bound, the kernel it feeds, and the groups that files cut rows into."""
 
 import math
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+import kvtool
 from formats.errors import ManifestError
 from kvtool import encoding
 from kvtool.encoding import decode_blocks
 from tests import codec_oracles as oracle
+from tests.library import ids, tiny
 from tests.test_codecs import bits_of, numpy64, sample
 from veloxquant_mlx.codecs import CODECS, _base, parse_codec
 from veloxquant_mlx.codecs.affine import Affine
@@ -79,6 +82,21 @@ def test_a_file_read_in_blocks_is_the_file_read_at_once(spec: str, monkeypatch: 
     blocks = list(decode_blocks(subject, parts, x.shape))
     assert len(blocks) > 1 and [start for start, _, _ in blocks] == [0, *(stop for _, stop, _ in blocks[:-1])]
     assert np.array_equal(bits_of(mx.concatenate([rows for _, _, rows in blocks], axis=1)), bits_of(whole))
+
+
+@pytest.mark.parametrize("spec", ("affine-3", "k=affine-5:token,v=affine-2:channel:group=9"))
+def test_files_hold_exactly_what_the_codec_gives(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan, count = tiny("llama"), parse_codec(spec), 80
+    snapshot = kvtool.capture(model, ids(count))
+    for module in (_base, encoding):
+        monkeypatch.setattr(module, "BLOCK_VALUES", 1)  # every group is a block of its own
+    kvtool.save(snapshot, tmp_path / "a.kv", codec=f"{spec},sink=4,recent=5,frame=post")
+    restored = kvtool.load(tmp_path / "a.kv", model)
+    for was, got in zip(snapshot.states, restored.cache, strict=True):
+        for codec, rows, array in ((plan.k, was.k, got.keys), (plan.v, was.v, got.values)):
+            middle = rows[:, 4 : count - 5]
+            expected = codec.decode(codec.encode(middle), middle.shape, middle.dtype)
+            assert np.array_equal(bits_of(array[0, :, 4 : count - 5]), bits_of(expected))
 
 
 @pytest.mark.parametrize("per", ("channel", "token"))

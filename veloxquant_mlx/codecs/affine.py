@@ -13,6 +13,19 @@ Parts: codes (H, S, ceil(D B / 8)) U8, `lsb8`; scale (the step) and zero BF16: p
 Scores per token: D B / 8 bytes of codes; step folds into the query once per group of G tokens, and <w, zero> is one number per group.
 
 KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache (Liu et al. 2024).
+
+Groups of 32 cost one bit a value. KL divergence and top-1 agreement on SmolLM2-135M in float32, a 512-token prefix coded, 256 tokens on
+it, mean of tests/texts (`python -m tests.measure_codec_defaults`):
+
+    bits a value                          affine-2  3.0     affine-4  5.0
+    keys alone, pre-RoPE                  .0944  .824       .0032  .969     default
+    keys alone, post-RoPE                 .1306  .807       .0035  .964
+    values alone                          .0291  .915       .0009  .984
+    both                                  .1437  .781       .0042  .962
+    both, 4 first and 32 last exact       .0956  .842       .0018  .970
+    beside them: both, `rvq-2`, `rvq-4`   .0661  .866       .0036  .975     2.25 and 4.25 bits
+
+A rotation with Lloyd-Max points (`rvq-N`) is better with fewer bits; affine is for readers that cannot rotate.
 """
 
 import re
