@@ -19,6 +19,7 @@ the others: its key lies far from the mean and its value near zero, and most hea
 taken off every row, centring makes rvq-2+2 worse (`rvq`).
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal, Self, get_args
@@ -57,14 +58,14 @@ class RotatedCodec(Codec):
     ties_up: ClassVar[bool] = False  # a value on a boundary belongs to the cell above it
 
     @classmethod
+    @abstractmethod
     def role_defaults(cls, role: RoleName) -> dict:
         """Default `scale` and `center` of a role."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """Spec string without options."""
-        raise NotImplementedError
 
     @property
     def bits(self) -> tuple[int, ...]:
