@@ -9,16 +9,19 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache
 
 import kvtool
 from formats.errors import BackendError, IncompatibleError
 from kvtool.cli import run
+from kvtool.evaluation import log_softmax
 from kvtool.frontier import frontier, svg, write_csv, write_plot
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe
-from kvtool.roundtrip import MLX_BITS, parse_roundtrip
+from kvtool.roundtrip import MLX_BITS, Roundtrip, parse_roundtrip
 from kvtool.streaming_cache import StreamingCache, streaming_caches
 from kvtool.sweeping import OWN, SweepReport, SweepRow
 from tests.library import f64, fill, tiny
@@ -29,7 +32,7 @@ from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 PREFIX, N, SINK, RECENT = 100, 120, 4, 16
-SPECS = ("raw", "rvq-2", "rvq-3", "rvq-4", "rabitq", "k=rvq-4,v=rvq-2,frame=post", "mlx-4", "mlx-8", "fp8")
+SPECS = ("raw", "rvq-2", "rvq-3", "rvq-4", "rabitq", "affine-4", "k=rvq-4,v=rvq-2,frame=post", "mlx-4", "mlx-8", "fp8")
 
 
 @functools.cache
@@ -147,6 +150,43 @@ def test_streaming_one_token_by_hand() -> None:
     assert (trip.coded_values, trip.coded_bytes, trip.exact_values) == (2 * 2 * 64, 2 * 2 * 64, 2 * 3 * 64)
 
 
+def test_scores_are_those_of_the_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every column by hand from the logits and attention outputs of one forward: what precedes the first scored token does not count."""
+    before, n, spec = 20, 40, "rvq-2,recent=8"
+    ids = list(token_ids()[: before + n + 1])
+    places: list[list[int]] = []
+    rows = Roundtrip.rows
+
+    def noting(self: Roundtrip, name: str, role: str, x: mx.array, positions: np.ndarray, probe: RoleProbe) -> mx.array:
+        places.append(positions.tolist())
+        return rows(self, name, role, x, positions, probe)
+
+    monkeypatch.setattr(Roundtrip, "rows", noting)
+    found = kvtool.sweep(model(), {"t": ids}, [spec], protocol="streaming", prefix=before, tokens=n).row(spec)
+    assert places == [list(range(before + n - 8))] * 8
+    outputs: list[np.ndarray] = []
+    attention = type(model().model.layers[0].self_attn)
+    call = attention.__call__
+
+    def keeping(self: nn.Module, *args: object, **options: object) -> mx.array:
+        output = call(self, *args, **options)
+        outputs.append(f64(output)[0, before:])
+        return output
+
+    monkeypatch.setattr(attention, "__call__", keeping)
+    caches = streaming_caches(kvtool.capture(model(), [1, 2]).probes, parse_roundtrip(spec))
+    outputs.clear()
+    own, other = (log_softmax(f64(run_model(model(), c, ids, [before + n])[0])[0])[before:] for c in (fill(model(), [], []), caches))
+    kl = (np.exp(own) * (own - other)).sum(-1)
+    assert found.kl == pytest.approx(kl.mean(), rel=1e-9) and found.kl_p99 == pytest.approx(np.quantile(kl, 0.99), rel=1e-9)
+    nll = [-x[np.arange(n), ids[before + 1 :]].mean() for x in (own, other)]
+    assert found.ppl_delta == pytest.approx(100 * (np.exp(nll[1]) / np.exp(nll[0]) - 1), rel=1e-6)
+    assert found.top1 == np.mean(own.argmax(-1) == other.argmax(-1))
+    error = sum(np.square(a - b).sum() for a, b in zip(outputs[:4], outputs[4:], strict=True))
+    # The sweep sums squares in float32.
+    assert found.attention_error == pytest.approx(error / sum(np.square(a).sum() for a in outputs[:4]), rel=1e-4)
+
+
 HOSTILE = {
     "identical": lambda s, key: mx.broadcast_to(mx.random.normal((2, 1, 64), key=key), (2, s, 64)),
     "zeros": lambda s, key: mx.zeros((2, s, 64)),
@@ -251,6 +291,29 @@ def test_wrong_arguments(codecs: list[str], options: dict, message: str) -> None
         kvtool.sweep(model(), {"t": token_ids()}, codecs, **{"prefix": 8, **options})
 
 
+@pytest.mark.parametrize("n", MLX_BITS)
+def test_mlx_is_what_mlx_lm_keeps(n: int) -> None:
+    x = mx.random.normal((2, 50, 64), key=mx.random.key(n))
+    cache = KVCache()
+    cache.update_and_fetch(x[None], x[None])
+    kept = cache.to_quantized(group_size=64, bits=n)
+    want = mx.dequantize(*kept.keys, group_size=64, bits=n)[0, :, :50]
+    trip = parse_roundtrip(f"mlx-{n}")
+    got = trip.rows("0", "k", x, np.arange(50), RoleProbe(2, 64, mx.float32, None))
+    # Scale and bias round to float16, by 2^-11 at most: of code * scale, up to twice the largest value, and of the bias, up to once.
+    assert mx.max(mx.abs(got - want)).item() <= 3 * 2**-11 * mx.max(mx.abs(x)).item()
+    assert trip.bits(exact=False) == n + 2 * 16 / 64
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_models(dtype: str) -> None:
+    """The exact rows are the live ones; own and raw take 16 bits."""
+    for protocol in ("prefix", "streaming"):
+        found = kvtool.sweep(tiny("llama", dtype), {"t": list(range(1, 60))}, ["raw", "rvq-2", "fp8"], protocol=protocol, prefix=30)  # type: ignore[arg-type]
+        kl = [found.row(spec).kl or 0.0 for spec in ("raw", "fp8", "rvq-2")]
+        assert found.row("raw").bits == 16 == found.row(OWN).bits and kl == sorted(kl) and kl[0] < 0.01 * kl[2]
+
+
 def test_spec_says_what_the_options_do_not() -> None:
     assert parse_roundtrip("mlx-4", 4, 32).spec == "mlx-4,sink=4,recent=32"
     assert parse_roundtrip("fp8,recent=1", 4, 32).spec == "fp8,sink=4,recent=1"
@@ -319,6 +382,15 @@ def test_frontier_and_plot(tmp_path: Path) -> None:
     assert ys[2] > ys[0] > ys[1]
     write_csv(str(tmp_path / "c.csv"), [{"a": 1, "b": None}, {"a": "x,y", "b": 0.5}])
     assert (tmp_path / "c.csv").read_text() == 'a,b\n1,\n"x,y",0.5\n'
+
+
+def test_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="a PNG needs matplotlib (the extra `plot`)")
+    data = []
+    for name in ("a.png", "b.png"):
+        write_plot(str(tmp_path / name), [("a", 2.0, 0.1), ("b", 4.0, 0.001)], "t")
+        data.append((tmp_path / name).read_bytes())
+    assert data[0] == data[1] and data[0].startswith(b"\x89PNG")
 
 
 def test_png_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
