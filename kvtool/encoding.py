@@ -168,6 +168,8 @@ class Encoder:
         if not takes_dim(codec, dim):
             self.kept_raw.append(f"{name}: head_dim {dim}")
             codec = Raw()
+        if source.rope is not None:
+            codec = codec.for_rotary(source.rope.first, source.rope.dims, dim)
         if source.verbatim is not None and not isinstance(codec, Raw):
             self.requantised.append(name)
         if source.verbatim is not None and isinstance(codec, Raw):
@@ -363,7 +365,7 @@ def split_rows(
 
 def takes_dim(codec: Codec, dim: int) -> bool:
     """Whether a codec can store this head_dim; what it cannot take is kept raw."""
-    return isinstance(codec, Raw) or (dim % 2 == 0 and 0 < dim <= MAX_CODED_DIM)
+    return isinstance(codec, Raw) or (dim % 2 == 0 and 0 < dim <= MAX_CODED_DIM and codec.takes(dim))
 
 
 def source_of(value: mx.array | Quantized | None, probe: RoleProbe | None) -> RoleSource | None:

@@ -33,6 +33,9 @@ CASES = {
     "affine/v1/4-channel-f32-d64": "k=affine-4:channel,v=raw",
     "affine/v1/2-token-bf16-d80": "k=affine-2:token,v=raw",
     "affine/v1/3-channel-group4-f16-d36": "k=affine-3:channel:group=4,v=raw",
+    "commvq/v1/1-f32-d64": "k=commvq-1,v=raw",
+    "commvq/v1/2.25-bf16-d80": "k=commvq-2.25,v=raw",
+    "commvq/v1/2-first4-dims8-f16-d36": "k=commvq-2:first=4:dims=8,v=raw",
 }
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 

@@ -70,6 +70,14 @@ class Codec(ABC):
     def default_frame(self, role: RoleName) -> Frame:
         """Which keys it codes best: as cached ("post" RoPE), or with the rotation undone ("pre")."""
 
+    def takes(self, dim: int) -> bool:
+        """Whether rows of D = dim can be coded."""
+        return True
+
+    def for_rotary(self, first: int, dims: int, dim: int) -> "Codec":
+        """The codec for rows of which RoPE turns entries first to first + dims, of D = dim."""
+        return self
+
     @abstractmethod
     def layout(self, shape: Shape, dtype: mx.Dtype) -> Layout:
         """Safetensors dtype and shape of every part that `encode` returns for such an array.
