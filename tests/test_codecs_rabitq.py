@@ -192,6 +192,11 @@ def test_specs_round_trip(spec: str) -> None:
     assert parse_codec(f"k={plan.k.spec()},v={plan.v.spec()}") == plan
 
 
+def test_default_scales() -> None:
+    assert [codec(spec).scale for spec in ("rabitq", "rabitq-2", "rabitq-8")] == ["ls", "norm", "norm"]
+    assert parse_codec("rabitq-2").v.scale == "unbiased"
+
+
 @pytest.mark.parametrize("spec", ("rabitq-1", "rabitq-9", "rabitq4", "rabitq-2+2"))
 def test_wrong_specs_are_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"rabitq-N with N in 2\.\.8"):

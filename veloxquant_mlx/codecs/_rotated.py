@@ -59,8 +59,8 @@ class RotatedCodec(Codec):
 
     @classmethod
     @abstractmethod
-    def role_defaults(cls, role: RoleName) -> dict:
-        """Default `scale` and `center` of a role."""
+    def role_defaults(cls, role: RoleName, bits: int) -> dict:
+        """Default `scale` and `center` of a role, for so many bits in all stages together."""
 
     @property
     @abstractmethod
@@ -76,7 +76,7 @@ class RotatedCodec(Codec):
         return ("codes",) if len(self.codebooks) == 1 else tuple(f"codes{i + 1}" for i in range(len(self.codebooks)))
 
     def spec(self, role: RoleName | None = None) -> str:
-        default = {} if role is None else self.role_defaults(role)
+        default = {} if role is None else self.role_defaults(role, sum(self.bits))
         words = [self.name]
         if default.get("scale") != self.scale:
             words.append(self.scale)

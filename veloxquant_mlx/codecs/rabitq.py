@@ -18,9 +18,27 @@ Scores from codes alone: `rabitq_scores`. <w, x^> = |s| (2 <R w, u> - (2^B - 1) 
 scale's sign bit is 0; R w and <w, mean> once per query. Per token: D B / 8 bytes and a scale.
 As a codec of values `rabitq` means four bits with one Lloyd-Max stage (`rvq-4`): one-bit values are too coarse to average.
 
-Least squares is the default for keys although it is biased: under a softmax the noise of 1-bit scores costs more than their shrinkage.
-Measured as in `rvq`, keys alone, 4 first and 32 last rows exact, pre-RoPE, centred, 1 bit: ls KL .243, top-1 .815; unbiased .466, .659.
-One bit per key is a coarse code for heads of 64: choose it for its size and speed, not for fidelity.
+Least squares is the default for 1-bit keys although it is biased: under a softmax the noise of 1-bit scores costs more than their
+shrinkage. Measured as in `rvq`, keys alone, 4 first and 32 last rows exact, pre-RoPE, centred, 1 bit: ls KL .243, top-1 .815;
+unbiased .466, .659. One bit per key is a coarse code for heads of 64: choose it for its size and speed, not for fidelity.
+
+With more bits the row's own norm, between the two, was best for keys and the unbiased scale for values. The same measure, mean of three
+texts not in tests/texts (a README, Python, a licence), one role coded, no row exact unless said, KL and top-1:
+
+                                     ls             unbiased       norm
+    keys, rabitq-2                   .0645  .879    .0520  .895    .0429  .905   default
+    keys, rabitq-2, 4 + 32 exact     .0617  .892    .0328  .915    .0310  .924
+    keys, rabitq-3                   .0100  .953    .0107  .951    .0095  .953
+    keys, rabitq-4                   .0019  .975                   .0021  .975
+    values, rabitq-2                 .0181  .926    .0127  .940    .0139  .938   default: unbiased
+
+Both roles, defaults, tests/texts (`python -m tests.measure_codec_defaults`), beside `rvq` at the same bits:
+
+    bits a value                     2.25           3.25           4.25
+    rabitq-N                         .0466  .874    .0114  .953    .0024  .971
+    rvq-N                            .0661  .866    .0140  .947    .0036  .975
+    rabitq-N, 4 + 32 exact           .0249  .923                   .0017  .980
+    rvq-N, 4 + 32 exact              .0425  .901                   .0017  .986
 
 Gao and Long 2024 (1 bit); Gao et al., Practical and Asymptotically Optimal Quantization of High-Dimensional Vectors, 2024 (B bits).
 """
@@ -57,11 +75,12 @@ class Rabitq(RotatedCodec):
             raise ValueError(f"[codec] {name!r}: write rabitq, or rabitq-N with N in 2..{MAX_BITS} (rabitq-4).")
         if match[1] is None and role == "v":
             return Rvq.parse(":".join(["rvq-4", *options]), role)
-        return cls((grid(int(match[1] or 1)),), **cls.role_defaults(role) | parse_options(text, options))
+        bits = int(match[1] or 1)
+        return cls((grid(bits),), **cls.role_defaults(role, bits) | parse_options(text, options))
 
     @classmethod
-    def role_defaults(cls, role: RoleName) -> dict:
-        return {"scale": "ls" if role == "k" else "unbiased", "center": True}
+    def role_defaults(cls, role: RoleName, bits: int) -> dict:
+        return {"scale": "unbiased" if role == "v" else "ls" if bits == 1 else "norm", "center": True}
 
     @property
     def name(self) -> str:

@@ -54,7 +54,7 @@ class Rvq(RotatedCodec):
         bits = [int(stage) for stage in match.groups() if stage] if match else []
         if not bits or sum(bits) > MAX_BITS:
             raise ValueError(f"[codec] {name!r}: write rvq-N with N in 1..{MAX_BITS}, or rvq-A+B with A + B at most {MAX_BITS} (rvq-2+2).")
-        return cls.design(*bits, **cls.role_defaults(role) | parse_options(text, options))
+        return cls.design(*bits, **cls.role_defaults(role, sum(bits)) | parse_options(text, options))
 
     @classmethod
     def design(cls, first: int, second: int | None = None, **options) -> "Rvq":
@@ -71,7 +71,7 @@ class Rvq(RotatedCodec):
         return cls(tuple(stages), **options)
 
     @classmethod
-    def role_defaults(cls, role: RoleName) -> dict:
+    def role_defaults(cls, role: RoleName, bits: int) -> dict:
         return {"scale": "ls", "center": True} if role == "k" else {"scale": "unbiased", "center": True}
 
     @property
