@@ -113,12 +113,22 @@ def test_bits_go_where_the_spread_is() -> None:
     assert np.array_equal(decoded[..., 9], x[..., 9]) and np.array_equal(decoded[..., 25], x[..., 25])
 
 
+@pytest.mark.parametrize("angle", (0.0, 0.4, math.pi / 2, 2.5))
+def test_gains_point_where_a_plane_spreads(angle: float) -> None:
+    rng = np.random.default_rng(0)
+    z = (rng.standard_normal((1, 900, 16)) + 0.1j * rng.standard_normal((1, 900, 16))) * np.exp(1j * angle)
+    gain = f64(CommVq(1.0).encode(mx.array(np.concatenate([z.real, z.imag], axis=-1).astype(np.float32)))["gain"]) @ np.array([1, 1j])
+    assert np.abs(np.sin(np.angle(gain) - angle)).max() < 0.02  # 900 rows, bfloat16
+    np.testing.assert_allclose(np.abs(gain), math.sqrt(1.01 / 2), rtol=0.1)
+
+
 # --- the planes commute
 
 
 ROPES = (
     (CommVq(2.0), RopeSpec("default", 32, base=10000.0)),
     (CommVq(1.0), RopeSpec("default", 32, base=500000.0, scale=0.25)),
+    (CommVq(2.0), RopeSpec("yarn", 32, base=10000.0, magnitude=1.25)),
     (CommVq(2.0, 0, 16), RopeSpec("default", 16, base=10000.0)),
     (CommVq(2.0), None),
 )
