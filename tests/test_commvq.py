@@ -13,6 +13,7 @@ from formats.errors import ManifestError
 from tests.library import saved, tiny
 from veloxquant_mlx.allocators.planes import allocate, distortions, split
 from veloxquant_mlx.codecs import CODECS, parse_codec
+from veloxquant_mlx.codecs._base import BLOCK_VALUES
 from veloxquant_mlx.codecs.commvq import CommVq
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
@@ -278,3 +279,19 @@ def test_few_and_equal_rows_are_kept() -> None:
     for x in (mx.zeros((2, 7, 64)), mx.full((2, 7, 64), 0.75), keys((2, 1, 64)), keys((2, 2, 64))):
         decoded = CommVq(2.0).decode(CommVq(2.0).encode(x), x.shape, mx.float32)
         np.testing.assert_allclose(np.array(decoded), np.array(x), rtol=2**-7, atol=2**-7)  # bfloat16
+
+
+def test_temporaries_stay_small() -> None:
+    codec, shape = CommVq(2.0), (4, 24_000, 128)
+    x = mx.random.normal(shape, key=mx.random.key(0))
+    mx.eval(x)
+    size = codec.nbytes(shape, x.dtype)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    parts = codec.encode(x)
+    # Codes twice (blocks, then joined) and some sixteen float32 temporaries of a block.
+    assert mx.get_peak_memory() - before < 2 * size + 16 * 4 * BLOCK_VALUES
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    decoded = codec.decode(parts, shape, mx.float32)
+    assert mx.get_peak_memory() - before < decoded.nbytes + 16 * 4 * BLOCK_VALUES

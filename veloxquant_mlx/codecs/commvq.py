@@ -49,7 +49,7 @@ from veloxquant_mlx.transfer.rope import RopeSpec
 MAX_TABLE_BITS = 8
 MAX_ROPE = 1 << 20
 _SAMPLE_ROWS = 1024  # rows that tables, gains and widths are learnt from
-_MEAN_TOKENS = 4096  # tokens per partial sum of the mean
+_MEAN_TOKENS = 512  # tokens per partial sum of the mean
 
 
 @dataclass(frozen=True)
@@ -307,12 +307,15 @@ class CommVq(Codec):
             for index, (re_, im_) in enumerate(table[(1 << width) - 2 : (2 << width) - 2].tolist() if width else []):
                 distance = mx.square(u - re_) + mx.square(v - im_)
                 code, best = mx.where(distance < best, mx.array(index, mx.uint8), code), mx.minimum(distance, best)
+                if index % 8 == 7:
+                    mx.eval(code, best)  # one distance of a block at a time, not those of a whole table
             codes = mx.where(widths[:, None] == width, code, codes)
             mx.eval(codes)
         exact = (mx.arange(start, start + x.shape[1], dtype=mx.uint32)[None] == far).astype(mx.uint8)
         plane, shift = self._streams(widths, x.shape[2])
         stream = mx.take_along_axis(mx.concatenate([codes, exact[..., None]], axis=-1), plane[:, None], axis=-1) >> shift[:, None] & 1
-        return pack(stream, 1)
+        # Contiguous: packed bytes of one bit are a view of words eight times their size, which would stay until all blocks are joined.
+        return mx.contiguous(pack(stream, 1))
 
     def _streams(self, widths: mx.array, dim: int) -> tuple[mx.array, mx.array]:
         """Plane (D / 2: the flag) that each bit of a row belongs to, and which bit of its code; a spare bit is bit 7 of the flag."""
