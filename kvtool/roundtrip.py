@@ -113,6 +113,8 @@ class Roundtrip:
         if not takes_dim(codec, dim):
             self._problem(f"{name}.{role}: kept exact, head_dim {dim}")
             return x, None
+        if probe.rope is not None:
+            codec = codec.for_rotary(probe.rope.first, probe.rope.dims, dim)
         frame = self.plan.frame or codec.default_frame("k" if role == "k" else "v")
         if frame == "pre" and probe.rope is None and probe.rope_problem is not None:
             self._problem(f"{name}.{role}: stored after RoPE, {probe.rope_problem}")
