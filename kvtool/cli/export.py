@@ -38,7 +38,13 @@ if TYPE_CHECKING:
 )
 @click.option("--from-cache", metavar="F", help="Take over an mlx-lm prompt cache file (version 1 or 2) instead of running a prompt.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt as a user's message in the model's chat template.")
-@click.option("--codec", default="raw", show_default=True, metavar="SPEC", help="raw, rvq-2+2, rabitq, k=rabitq,v=rvq-2+2, ...")
+@click.option(
+    "--codec",
+    default="raw",
+    show_default=True,
+    metavar="SPEC",
+    help="raw, rvq-4, rvq-2+2, rabitq-3, affine-4, commvq-2, k=commvq-2,v=rvq-4, ...; see the README.",
+)
 @sink_option
 @recent_option
 @frame_option
