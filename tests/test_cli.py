@@ -392,7 +392,8 @@ def test_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        "from kvtool.cli import main; main()",
+        # A shell that starts jobs in the background hands SIGINT down ignored.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from kvtool.cli import main; main()",
         "-v",
         "export",
         "--model",
@@ -405,11 +406,14 @@ def test_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     # The log line after the model is loaded: prefill has begun or is about to.
-    while "runs in" not in (line := process.stderr.readline()):
-        assert line, "the command ended before its model was loaded"
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    try:
+        while "runs in" not in (line := process.stderr.readline()):
+            assert line, "the command ended before its model was loaded"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert target.read_bytes() == b"old" and sorted(p.name for p in tmp_path.iterdir()) == ["out.kv", "prompt.txt"]
 
