@@ -19,7 +19,7 @@ from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
 from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.rope_limits import beyond_limits
 from kvtool.states import CacheState, Quantized
-from veloxquant_mlx.codecs import Codec, CodecPlan
+from veloxquant_mlx.codecs import Codec, CodecPlan, token_blocks
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
@@ -39,7 +39,6 @@ ARRAY_NAMES = {
     mx.bool_: "BOOL",
 }
 FLOAT16_MAX = 65504.0
-BLOCK_VALUES = 1 << 18
 # Largest head_dim that goes through a lossy codec: its rotation takes (odd part of head_dim)^2 values.
 MAX_CODED_DIM = 4096
 
@@ -311,21 +310,11 @@ class SegmentWork:
         """The rows before RoPE, float32."""
         positions = self.positions()
         whole = mx.zeros(self.shape, mx.float32)
-        for start, stop in token_blocks(self.shape):
-            block = rows[:, start:stop].astype(mx.float32)
-            whole[:, start:stop] = rotate(block, positions[start:stop], self.rope, unrotated(self.rope))
+        for tokens in token_blocks(self.shape):
+            block = rows[:, tokens].astype(mx.float32)
+            whole[:, tokens] = rotate(block, positions[tokens], self.rope, unrotated(self.rope))
             mx.eval(whole)
         return whole
-
-
-def token_blocks(shape: tuple[int, int, int], multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Ranges of the token axis with about BLOCK_VALUES values each, so that float32 temporaries stay small beside the cache.
-
-    All but the last hold a multiple of `multiple` tokens.
-    """
-    heads, rows, dim = shape
-    step = max(1, BLOCK_VALUES // max(1, heads * dim * multiple)) * multiple
-    return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def decode_blocks(codec: Codec, parts: dict[str, mx.array], shape: tuple[int, int, int]) -> Iterator[tuple[int, int, mx.array]]:
@@ -338,7 +327,8 @@ def decode_blocks(codec: Codec, parts: dict[str, mx.array], shape: tuple[int, in
     group = codec.tokens_together
     more = codec.layout((heads, rows + group, dim), mx.float32)
     by_token = {part: entry[1][1] for part, entry in codec.layout(shape, mx.float32).items() if entry != more[part]}
-    for start, stop in token_blocks(shape, group):
+    for tokens in token_blocks(shape, group):
+        start, stop = tokens.start, tokens.stop
         block = dict(parts)
         for part, size in by_token.items():
             block[part] = parts[part][:, start:stop] if size == rows else parts[part][:, start // group : -(-stop // group)]

@@ -27,7 +27,7 @@ from formats.errors import IncompatibleError
 from formats.manifest import CacheInfo, Role
 from kvtool.archive import Restored, SaveReport
 from kvtool.capturing import Snapshot
-from kvtool.encoding import BLOCK_VALUES, split_rows
+from kvtool.encoding import split_rows
 from kvtool.foreign import caches_from_prompt_cache
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe
@@ -35,7 +35,7 @@ from kvtool.snapshot import take_states
 from kvtool.states import CacheState, leaves
 from tests.library import digests, equal, f64, fill, ids, loaded, run, saved, tiny, twin
 from tests.tiny_random import FAMILIES, VOCAB, WINDOW, build
-from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.codecs import BLOCK_VALUES, parse_codec
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 # Single tokens and chunks, the second chunk longer than what is left of the window.

@@ -11,14 +11,14 @@ PLANES = first=N:dims=N                               rotary entries, found from
 
 from dataclasses import dataclass
 
-from veloxquant_mlx.codecs._base import Codec, Frame, RoleName
+from veloxquant_mlx.codecs._base import BLOCK_VALUES, Codec, Frame, RoleName, token_blocks
 from veloxquant_mlx.codecs.affine import Affine
 from veloxquant_mlx.codecs.commvq import CommVq
 from veloxquant_mlx.codecs.rabitq import Rabitq
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.rvq import Rvq
 
-__all__ = ["CODECS", "Codec", "CodecPlan", "parse_codec"]
+__all__ = ["BLOCK_VALUES", "CODECS", "Codec", "CodecPlan", "parse_codec", "token_blocks"]
 
 CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Rvq, Rabitq, Affine, CommVq)}
 KNOWN = (
