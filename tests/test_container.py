@@ -759,11 +759,11 @@ def test_other_files(tmp_path, tiny):
     for version, metadata in ((1, {"0.0": "", "2.0": "KVCache"}), (2, {"1.0": "KVCache", "2.0": ""})):
         safetensors.numpy.save_file(arrays, path, metadata)
         refused(path, path.read_bytes(), errors.NotKvtoolError, f"mlx-lm prompt cache of version {version}")
-    # Re-saved by a library that orders the metadata in its own way.
+    # Re-saved by a library whose order of the metadata changes from run to run: refused in whichever it is.
     with safetensors.safe_open(tiny, "np") as file:
         safetensors.numpy.save_file({"k": file.get_tensor("k")}, path, dict(reversed(file.metadata().items())))
     data = path.read_bytes()
-    assert data[8 : 8 + len(PREFIX)] != PREFIX or check(path) == []
+    assert check(path)[0].error in ("HeaderError", "HeaderDigestError")
     refused(path, data.replace(b'"format"', b'"formaT"'), errors.HeaderDigestError, "another program")
     refused(path, (2).to_bytes(8, "little") + b"[]", errors.HeaderError, "start with")
     refused(path, (2).to_bytes(8, "little") + b"{}", errors.NotKvtoolError, "0 tensors")
