@@ -9,10 +9,9 @@ from tokenizers import Tokenizer
 from kvtool import tiny
 from kvtool.calibration_texts import KINDS, texts
 from tests.smollm2.make import models_at
-from tests.texts import TEXTS, text
+from tests.texts import ALL_TEXTS, text
 
 RUN = 40
-TOKENS = 1100
 
 
 def runs(piece: str) -> set[str]:
@@ -40,7 +39,7 @@ def test_no_two_pieces_share_a_run():
         seen |= dict.fromkeys(runs(piece), name)
 
 
-@pytest.mark.parametrize("held_out", [*TEXTS, "filler"])
+@pytest.mark.parametrize("held_out", [*ALL_TEXTS, "filler"])
 def test_nothing_held_out_is_calibrated_on(held_out):
     other = runs(tiny.filler_text() if held_out == "filler" else text(held_out))
     for name, piece in texts().items():
@@ -63,7 +62,10 @@ def test_tool_calls_are_json():
 
 
 @pytest.mark.smollm2
-def test_tokens():
+@pytest.mark.parametrize(
+    ("least", "pieces"), [(1100, texts()), (1400, {name: text(name) for name in ALL_TEXTS})], ids=["calibration", "held out"]
+)
+def test_tokens(least, pieces):
     tokenizer = Tokenizer.from_file(str(models_at()["smollm2"] / "tokenizer.json"))
-    counts = {name: len(tokenizer.encode(piece).ids) for name, piece in texts().items()}
-    assert min(counts.values()) >= TOKENS, counts
+    counts = {name: len(tokenizer.encode(piece).ids) for name, piece in pieces.items()}
+    assert min(counts.values()) >= least, counts
