@@ -37,6 +37,8 @@ _HOME = {
     "sweep": "kvtool.sweeping",
     "SweepReport": "kvtool.sweeping",
     "SweepRow": "kvtool.sweeping",
+    "robustness": "kvtool.hostile_rows",
+    "RobustnessReport": "kvtool.hostile_rows",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from kvtool.capturing import capture as capture
     from kvtool.evaluation import EvalReport as EvalReport
     from kvtool.evaluation import evaluate as evaluate
+    from kvtool.hostile_rows import RobustnessReport as RobustnessReport
+    from kvtool.hostile_rows import robustness as robustness
     from kvtool.model import LoadedModel as LoadedModel
     from kvtool.model import load_model as load_model
     from kvtool.recoding import recode as recode

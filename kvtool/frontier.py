@@ -7,7 +7,9 @@ import csv
 import importlib
 import io
 import math
+import re
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,10 @@ from xml.sax.saxutils import escape
 from formats.atomic import atomic_write, target_of
 from formats.errors import BackendError
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 480, 80, 150, 40, 60
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 640, 80, 150, 40, 60
+FLOOR = 1e-9  # nats: below it a KL is rounding, as of a raw cache whose rows stand in another order
+COLOURS = ("#36c", "#c33", "#293", "#a3a", "#d80", "#088", "#777", "#850", "#e5a", "#46f", "#690", "#b08")
+Point = tuple[str, float, float]  # label, bits a value, KL in nats
 
 
 def write_csv(path: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -45,31 +50,46 @@ def check_plot(path: str) -> None:
         _matplotlib(path)
 
 
-def write_plot(path: str, points: Sequence[tuple[str, float, float]], title: str) -> None:
+def write_plot(path: str, points: Sequence[Point], title: str) -> None:
     """Write the frontier, atomically.
 
     Args:
         path: .svg, or .png (needs matplotlib).
-        points: (label, bits a value, KL in nats); a KL of 0 has no place on the logarithmic axis and is left out.
+        points: (label, bits a value, KL in nats); a KL below FLOOR has no place on the logarithmic axis and is left out.
         title: above the plot.
     """
-    shown = [p for p in points if p[2] > 0 and math.isfinite(p[2])]
+    shown = [p for p in points if p[2] >= FLOOR and math.isfinite(p[2])]
     data = svg(shown, title).encode() if Path(path).suffix.lower() == ".svg" else _png(path, shown, title)
     with atomic_write(path) as file:
         file.write(data)
 
 
-def frontier(points: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that no other beats in both bits and KL, by bits."""
-    best: list[tuple[str, float, float]] = []
+    best: list[Point] = []
     for point in sorted(points, key=lambda p: (p[1], p[2])):
         if not best or point[2] < best[-1][2]:
             best.append(point)
     return best
 
 
-def svg(points: Sequence[tuple[str, float, float]], title: str) -> str:
-    """The plot as SVG text: KL on a logarithmic axis, one decade a line."""
+def families(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Points whose labels differ in numbers alone (rvq-2, rvq-3), each family by bits."""
+    found: dict[str, list[Point]] = {}
+    for point in points:
+        found.setdefault(re.sub(r"[\d.]+", "", point[0]), []).append(point)
+    return {name: sorted(members, key=lambda p: p[1]) for name, members in found.items()}
+
+
+def without_window(labels: Sequence[str]) -> tuple[list[str], str]:
+    """Labels without the exact rows that all of them end with, and those; nothing is taken off where they differ."""
+    ends = {"".join(re.findall(r",(?:sink|recent)=\d+", label)) for label in labels}
+    end = ends.pop() if len(ends) == 1 else ""
+    return [label.removesuffix(end) for label in labels], end.replace(",", ", ").removeprefix(", ")
+
+
+def svg(points: Sequence[Point], title: str) -> str:
+    """The plot as SVG text: KL on a logarithmic axis, one decade a line; a colour and a line a family, the frontier dashed."""
     right = max([math.ceil(p[1]) for p in points], default=1)
     low = min([math.floor(math.log10(p[2])) for p in points], default=-3)
     high = max([math.ceil(math.log10(p[2])) for p in points], default=0)
@@ -83,6 +103,10 @@ def svg(points: Sequence[tuple[str, float, float]], title: str) -> str:
 
     def text(at_x: float, at_y: float, words: str, more: str = "") -> str:
         return f'<text x="{at_x:.1f}" y="{at_y:.1f}"{more}>{escape(words)}</text>'
+
+    def line(along: Sequence[Point], more: str) -> str:
+        places = " ".join(f"{x(b):.1f},{y(k):.1f}" for _, b, k in along)
+        return f'<polyline points="{places}" fill="none" {more}/>'
 
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">',
@@ -98,11 +122,12 @@ def svg(points: Sequence[tuple[str, float, float]], title: str) -> str:
     for tick in range(0, right + 1, max(1, math.ceil(right / 10))):
         out.append(f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#ddd"/>')
         out.append(text(x(tick), HEIGHT - BOTTOM + 18, str(tick), ' text-anchor="middle"'))
-    line = " ".join(f"{x(b):.1f},{y(k):.1f}" for _, b, k in frontier(points))
-    out.append(f'<polyline points="{line}" fill="none" stroke="#36c"/>')
-    for label, bits, kl in points:
-        out.append(f'<circle cx="{x(bits):.1f}" cy="{y(kl):.1f}" r="4" fill="#36c"/>')
-        out.append(text(x(bits) + 7, y(kl) - 5, label))
+    out.append(line(frontier(points), 'stroke="#999" stroke-dasharray="4 4"'))
+    for colour, members in zip(cycle(COLOURS), families(points).values(), strict=False):
+        out.append(line(members, f'stroke="{colour}"'))
+        for label, bits, kl in members:
+            out.append(f'<circle cx="{x(bits):.1f}" cy="{y(kl):.1f}" r="4" fill="{colour}"/>')
+            out.append(text(x(bits) + 7, y(kl) - 5, label, f' fill="{colour}"'))
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
@@ -114,16 +139,16 @@ def _matplotlib(path: str) -> ModuleType:
         raise BackendError(what, path=path, hint="pip install 'kvtool[plot]', or plot to .svg") from error
 
 
-def _png(path: str, points: Sequence[tuple[str, float, float]], title: str) -> bytes:
+def _png(path: str, points: Sequence[Point], title: str) -> bytes:
     figure = _matplotlib(path).Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.set(title=title, xlabel="bits a value of the coded rows", ylabel="KL, nats", yscale="log")
     axes.grid(True, alpha=0.3)
-    best = frontier(points)
-    axes.plot([p[1] for p in best], [p[2] for p in best])
-    axes.scatter([p[1] for p in points], [p[2] for p in points])
-    for label, bits, kl in points:
-        axes.annotate(label, (bits, kl), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.plot([p[1] for p in frontier(points)], [p[2] for p in frontier(points)], linestyle="--", color="#999")
+    for colour, members in zip(cycle(COLOURS), families(points).values(), strict=False):
+        axes.plot([p[1] for p in members], [p[2] for p in members], marker="o", color=colour)
+        for label, bits, kl in members:
+            axes.annotate(label, (bits, kl), xytext=(5, 4), textcoords="offset points", fontsize=8, color=colour)
     out = io.BytesIO()
     # No version of the library in the file, so that the same table gives the same file.
     figure.savefig(out, format="png", metadata={"Software": None})

@@ -7,38 +7,36 @@ Protocols:
                that errors propagate from layer to layer and from token to token (`kvtool.streaming_cache`).
 KL is KL(own || codec) of the next-token distribution in nats, against the model's own uncompressed cache. The attention-output error is
 sum |o - o'|^2 / sum |o|^2 over the outputs of the attention modules (after their output projection) on the scored tokens.
+
+Text "all" is the mean of the texts: each weighs the same, whatever its length. Only its 99th percentile is of all positions together, and
+its bits are of all bytes over all values.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
-from kvtool.capturing import check_ids, encode_prompt, prefill, token_ids
-from kvtool.encoding import scalar, split_rows
-from kvtool.evaluation import score_caches
+from kvtool.arms import CHUNK, OWN, Arm, TextArms
+from kvtool.bootstrap import paired_ratio
+from kvtool.capturing import check_ids, encode_prompt, token_ids
 from kvtool.model import LoadedModel
-from kvtool.probe import CacheProbe, probe_model
-from kvtool.roundtrip import Roundtrip, parse_roundtrip
-from kvtool.snapshot import build_caches, take_states
-from kvtool.states import CacheState
-from kvtool.streaming_cache import streaming_caches
-from veloxquant_mlx.codecs.raw import Raw
+from kvtool.passkeys import check_passkeys, passkey_shares
+from kvtool.roundtrip import parse_roundtrip
 
 PROTOCOLS = ("prefix", "streaming")
-PREFIX = {"prefix": 512, "streaming": 128}
-OWN, ALL = "own", "all"
+WINDOWS = {"on": ("on",), "off": ("off",), "both": ("on", "off")}
+PREFIX = {"prefix": 1024, "streaming": 128}
+TOKENS = {"prefix": 256, "streaming": 896}
+SINK, RECENT = 4, 32
+ALL = "all"
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One codec on one text, or on all of them together (text "all").
+    """One codec on one text, or the mean over the texts (text "all").
 
     Attributes:
         codec: spec, or "own": the model's own cache, which the others are measured against.
@@ -50,6 +48,9 @@ class SweepRow:
         attention_error: of the attention outputs, relative squared; None where no attention module was found.
         bits: a value of the coded rows, from the encoded bytes with side information; None without coded rows.
         bits_all: the same with the exact rows at the end (sinks, window), at most 16 bits a value.
+        ratio: kl over that of the reference's row, on the same text; None without a reference, or where its KL is not positive.
+        ratio_low, ratio_high: 95 % confidence interval of the ratio (`kvtool.bootstrap`); None where n is too small for one.
+        passkey: share of the passkey trials answered; the same for every text; None where none were asked for.
         seconds: spent encoding and decoding.
         note: what was kept exact, or what the codec refused.
     """
@@ -64,6 +65,10 @@ class SweepRow:
     attention_error: float | None
     bits: float | None
     bits_all: float | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    passkey: float | None
     seconds: float
     note: str = ""
 
@@ -74,12 +79,16 @@ class SweepReport:
 
     Attributes:
         model: who scored; protocol: "prefix" or "streaming"; prefix: tokens before the first scored one.
+        relative_to: the reference codec's spec, or None; with windows on and off, each row's reference is the one with its own window.
+        passkeys: trials behind the column.
         rows: by codec, and within it by text; with several texts "all" comes last.
     """
 
     model: str
     protocol: str
     prefix: int
+    relative_to: str | None
+    passkeys: int
     rows: tuple[SweepRow, ...]
 
     def row(self, codec: str, text: str | None = None) -> SweepRow:
@@ -104,9 +113,13 @@ def sweep(
     *,
     protocol: Literal["prefix", "streaming"] = "prefix",
     prefix: int | None = None,
-    tokens: int = 256,
-    sink: int = 0,
-    recent: int = 0,
+    tokens: int | None = None,
+    sink: int = SINK,
+    recent: int = RECENT,
+    window: Literal["on", "off", "both"] = "on",
+    relative_to: str | None = None,
+    passkeys: int = 0,
+    chunk: int = CHUNK,
     progress: Callable[[int, int], None] | None = None,
 ) -> SweepReport:
     """Score codecs on texts. Deterministic, but for the seconds.
@@ -116,202 +129,165 @@ def sweep(
         texts: name -> text or token ids; each is a sequence of its own.
         codecs: specs of `parse_codec`, `mlx-N` (N = 2, 3, 4, 6, 8) or `fp8`.
         protocol: "prefix" or "streaming", see the module docstring.
-        prefix: tokens before the first scored one; 512 (prefix) or 128 (streaming) when None.
-        tokens: positions to score at most, a text.
-        sink, recent: exact rows of every codec whose spec does not say.
+        prefix: tokens before the first scored one; 1024 (prefix) or 128 (streaming) when None.
+        tokens: positions to score at most, a text; 256 (prefix) or 896 (streaming) when None.
+        sink, recent: exact rows of every lossy codec whose spec does not say.
+        window: "on": exact rows as above; "off": none, whatever the spec says; "both": each codec twice.
+        relative_to: the codec (one of `codecs`) whose KL the ratios have below the line.
+        passkeys: trials a codec, of the shipped models' passkey task, each with its prompt coded once; 0 leaves the column empty.
+        chunk: tokens a forward; a streaming codec with side information a block (a mean, a table) has one a chunk.
         progress: called with (positions done, positions in all).
     Returns:
         SweepReport, the own cache's row first.
     Raises:
-        ValueError: an unknown protocol or codec, a codec or nothing twice, a text that is too short.
+        ValueError: an unknown protocol or codec, a codec or nothing twice, a text that is too short, a model without a passkey task.
         IncompatibleError: streaming, and a layer without full attention.
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"[sweep] protocol must be one of {', '.join(PROTOCOLS)}, but got {protocol!r}.")
     before = PREFIX[protocol] if prefix is None else prefix
-    if before < 1 or tokens < 1:
-        raise ValueError(f"[sweep] prefix and tokens must be at least 1, but got {before} and {tokens}.")
-    specs = [parse_roundtrip(codec, sink, recent).spec for codec in codecs]
-    twice = next((s for i, s in enumerate(specs) if s in specs[:i]), None)
-    if twice is not None or not specs or not texts:
-        raise ValueError(f"[sweep] codec {twice} is given twice." if twice else "[sweep] give at least one codec and one text.")
+    count = TOKENS[protocol] if tokens is None else tokens
+    if min(before, count, chunk) < 1 or passkeys < 0:
+        shown = f"{before}, {count}, {chunk} and {passkeys}"
+        raise ValueError(f"[sweep] prefix, tokens and chunk must be at least 1 and passkeys at least 0, but got {shown}.")
+    if passkeys:
+        check_passkeys(model)
+    if not codecs or not texts:
+        raise ValueError("[sweep] give at least one codec and one text.")
+    references = specs_of(codecs, sink, recent, window, relative_to)
     if ALL in texts and len(texts) > 1:
         raise ValueError(f"[sweep] a text cannot be named {ALL!r} beside others.")
-    ids = {name: _ids(model, name, text, before, tokens) for name, text in texts.items()}
-    arms: dict[str, list[_Arm]] = {spec: [] for spec in (OWN, *specs)}
-    total, done = sum(len(t) - 1 for t in ids.values()), 0
+    ids = {name: ids_of(model, name, text, before, count) for name, text in texts.items()}
+    arms: dict[str, list[Arm]] = {spec: [] for spec in (OWN, *references)}
+    one = {name: len(t) - 1 - (before if protocol == "prefix" else 0) for name, t in ids.items()}
+    # A passkey trial counts as many positions as its answer has tokens.
+    total, done = len(arms) * (sum(one.values()) + 5 * passkeys), 0
+
+    def advance(positions: int) -> None:
+        nonlocal done
+        done += positions
+        if progress is not None:
+            progress(done, total)
+
     for name, text in ids.items():
-        step = None if progress is None else partial(_advance, progress, done, total)
-        for spec, arm in _text(model, name, text, specs, protocol, before, step).items():
-            arms[spec].append(arm)
-        done += len(text) - 1
-    rows = []
-    for spec, found in arms.items():
-        own = arms[OWN]
-        rows += [_row(spec, arm.text, [arm], [base]) for arm, base in zip(found, own, strict=True)]
-        rows += [_row(spec, ALL, found, own)] if len(found) > 1 else []
-    return SweepReport(model.info.name, protocol, before, tuple(rows))
+        base = TextArms(model, name, text, protocol, before, chunk)
+        arms[OWN].append(base.own)
+        advance(one[name])
+        for spec in references:
+            arms[spec].append(base.arm(parse_roundtrip(spec)))
+            advance(one[name])
+    shares: dict[str, float | None] = {}
+    if passkeys:
+        trips = [partial(parse_roundtrip, "raw" if spec == OWN else spec) for spec in arms]
+        found = passkey_shares(model, trips, passkeys, progress=lambda: advance(5 * len(arms)))
+        shares = dict(zip(arms, found, strict=True))
+    return SweepReport(model.info.name, protocol, before, relative_to, passkeys, rows_of(arms, references, shares))
 
 
-@dataclass
-class _Arm:
-    """What one codec gave on one text: scores by position, bytes, and the attention outputs' squared error and energy."""
+def specs_of(codecs: Sequence[str], sink: int, recent: int, window: str, relative_to: str | None) -> dict[str, str | None]:
+    """The specs to run, exact rows spelled out, and for each the spec that its ratio is relative to.
 
-    text: str
-    trip: Roundtrip
-    caches: list[Any]
-    scores: dict[str, np.ndarray] = field(default_factory=dict)
-    error: float = 0.0
-    energy: float = 0.0
+    Lossless codecs get no exact rows, since all of theirs are.
+
+    Raises:
+        ValueError: an unknown codec or window, a codec twice, a reference that is no codec of the sweep, or a lossless one.
+    """
+    if window not in WINDOWS:
+        raise ValueError(f"[sweep] window must be one of {', '.join(WINDOWS)}, but got {window!r}.")
+
+    def settled(codec: str, which: str) -> str:
+        trip = parse_roundtrip(codec, sink, recent)
+        if which == "off":
+            return parse_roundtrip(",".join(f for f in codec.split(",") if f.partition("=")[0].strip() not in ("sink", "recent"))).spec
+        return parse_roundtrip(codec).spec if trip.lossless else trip.spec
+
+    for which in WINDOWS[window]:
+        specs = [settled(codec, which) for codec in codecs]
+        twice = next((s for i, s in enumerate(specs) if s in specs[:i]), None)
+        if twice is not None:
+            raise ValueError(f"[sweep] codec {twice} is given twice.")
+        if relative_to is not None and settled(relative_to, which) not in specs:
+            raise ValueError(f"[sweep] relative_to must be one of the codecs ({', '.join(codecs)}), but got {relative_to!r}.")
+    if relative_to is not None and parse_roundtrip(relative_to).lossless:
+        raise ValueError(f"[sweep] relative_to must be a lossy codec, but got {relative_to!r}, whose KL is 0.")
+    pairs = ((settled(codec, w), None if relative_to is None else settled(relative_to, w)) for codec in codecs for w in WINDOWS[window])
+    # What is the same with the window on and off (raw, or no exact rows asked for) runs once.
+    found: dict[str, str | None] = {}
+    for spec, reference in pairs:
+        found.setdefault(spec, reference)
+    return found
 
 
-def _advance(progress: Callable[[int, int], None], done: int, total: int, here: int, _: int) -> None:
-    progress(done + here, total)
+def ids_of(model: LoadedModel, name: str, text: str | Sequence[int], before: int, tokens: int) -> list[int]:
+    """The tokens of a text that a sweep runs, and the one after them.
 
-
-def _ids(model: LoadedModel, name: str, text: str | Sequence[int], before: int, tokens: int) -> list[int]:
+    Raises:
+        ValueError: too few.
+    """
     ids = encode_prompt(model, text) if isinstance(text, str) else token_ids(text)
     check_ids(model, ids)
     if len(ids) < before + 2:
-        raise ValueError(f"[sweep] {name} has {len(ids)} tokens; with {before} before the first scored one, {before + 2} are needed.")
+        raise ValueError(
+            f"[sweep] {name} has {len(ids)} tokens; with {before} before the first scored one, {before + 2} are needed: "
+            "give a longer text, or a smaller prefix."
+        )
     return ids[: before + tokens + 1]
 
 
-def _text(
-    model: LoadedModel, name: str, ids: list[int], specs: list[str], protocol: str, before: int, progress: Callable[[int, int], None] | None
-) -> dict[str, _Arm]:
-    """Every arm's results on one text."""
-    probes = probe_model(model.model)
-    trips = {OWN: parse_roundtrip("raw"), **{spec: parse_roundtrip(spec) for spec in specs}}
-    if protocol == "prefix":
-        states = take_states(prefill(model, ids[:before]), length=before)
-        arms = {spec: _Arm(name, trip, build_caches(_coded(states, probes, trip))) for spec, trip in trips.items()}
-        fed, skip = ids[before:], 0
-    else:
-        arms = {spec: _Arm(name, trip, list(streaming_caches(probes, trip))) for spec, trip in trips.items() if spec != OWN}
-        arms = {OWN: _Arm(name, trips[OWN], list(make_prompt_cache(model.model))), **arms}
-        fed, skip = ids, before
-    with _comparing(model.model, arms, skip):
-        scores = score_caches(model, {spec: arm.caches for spec, arm in arms.items()}, fed, len(fed) - 1, progress)
-    for spec, arm in arms.items():
-        arm.scores = {key: values[skip:] for key, values in scores[spec].items()}
-        if protocol == "streaming" and spec != OWN:
-            for cache in arm.caches:
-                cache.count_exact()
-    if protocol == "streaming":
-        for state in take_states(arms[OWN].caches):
-            for x in (state.k, state.v):
-                if isinstance(x, mx.array):
-                    trips[OWN].coded_bytes += x.nbytes
-                    trips[OWN].coded_values += x.size
-    return arms
+def rows_of(
+    arms: Mapping[str, Sequence[Arm]], references: Mapping[str, str | None], passkeys: Mapping[str, float | None]
+) -> tuple[SweepRow, ...]:
+    """The table of finished arms.
 
-
-def _coded(states: Sequence[CacheState], probes: Sequence[CacheProbe], trip: Roundtrip, prefix: str = "") -> list[CacheState]:
-    """The states with K and V through a codec, exact rows as they are."""
-    out = []
-    for i, (state, probe) in enumerate(zip(states, probes, strict=True)):
-        changes: dict[str, Any] = {"caches": tuple(_coded(state.caches, probe.caches, trip, f"{prefix}{i}."))}
-        for role in ("k", "v"):
-            x, about = getattr(state, role), getattr(probe, role)
-            if not isinstance(x, mx.array) or about is None:
-                continue
-            at = np.concatenate([np.arange(a, b) for a, b in state.positions])
-            pieces, raw, coded = [], Raw(), Raw()
-            for start, stop, chosen in split_rows(state.positions, x.shape[1], trip.plan.sink, trip.plan.recent, coded, raw):
-                rows = x[:, start:stop]
-                if chosen is raw:
-                    trip.exact(rows.shape, rows.dtype)
-                else:
-                    rows = trip.rows(f"{prefix}{i}", role, rows, at[start:stop], about)
-                pieces.append(rows)
-            changes[role] = mx.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
-            mx.eval(changes[role])
-        out.append(replace(state, **changes))
-    return out
-
-
-@contextmanager
-def _comparing(model: nn.Module, arms: dict[str, _Arm], skip: int) -> Iterator[None]:
-    """Add up the error of every arm's attention outputs while the arms run in turn, own first, past the first `skip` tokens.
-
-    The attention modules get a subclass that looks at what they return; the model is left as it was.
+    Args:
+        arms: spec -> one arm a text, the same texts in all; "own" among them.
+        references: spec -> the spec that its ratio is relative to; what is not named has that of the first that is.
+        passkeys: spec -> share of the trials; empty where there were none.
     """
-    homes = {id(leaf): (spec, i) for spec, arm in arms.items() for i, leaf in enumerate(_leaves(arm.caches))}
-    seen: dict[tuple[str, int], int] = {}
-    own: dict[int, mx.array] = {}
-
-    def look(output: Any, given: Sequence[Any]) -> None:
-        home = next((homes[id(g)] for g in given if id(g) in homes), None)
-        if home is None or not isinstance(output, mx.array):
-            return
-        spec, layer = home
-        start = seen.get(home, 0)
-        seen[home] = start + output.shape[1]
-        rows = output[:, max(0, skip - start) :].astype(mx.float32)
-        if spec == OWN:
-            own[layer] = rows
-        if rows.size:
-            arms[spec].error += scalar(mx.sum(mx.square(rows - own[layer])))
-            arms[spec].energy += scalar(mx.sum(mx.square(own[layer])))
-
-    def watched(cls: type) -> type:
-        def call(self: Any, *args: Any, **options: Any) -> Any:
-            output = cls.__call__(self, *args, **options)
-            look(output, [*args, *options.values()])
-            return output
-
-        return type(cls.__name__, (cls,), {"__call__": call})
-
-    layers = getattr(model, "layers", [])
-    modules = [m for layer in layers for name, m in layer.children().items() if "attn" in name or "attention" in name]
-    kept = [(m, type(m)) for m in modules if isinstance(m, nn.Module) and "norm" not in type(m).__name__.lower()]
-    try:
-        for module, cls in kept:
-            module.__class__ = watched(cls)
-        yield
-    finally:
-        for module, cls in kept:
-            module.__class__ = cls
+    first = next(iter(references.values()), None)
+    rows = []
+    for spec, found in arms.items():
+        reference = references.get(spec, first)
+        below = None if reference is None else arms[reference]
+        share = passkeys.get(spec)
+        for i, arm in enumerate(found):
+            rows.append(_row(arm.text, [arm], [arms[OWN][i]], None if below is None else [below[i]], share))
+        if len(found) > 1:
+            rows.append(_row(ALL, found, arms[OWN], below, share))
+    return tuple(rows)
 
 
-def _leaves(caches: Sequence[Any]) -> Iterator[Any]:
-    for cache in caches:
-        yield cache
-        yield from _leaves(getattr(cache, "caches", ()))
-
-
-def _row(spec: str, text: str, arms: Sequence[_Arm], own: Sequence[_Arm]) -> SweepRow:
+def _row(text: str, arms: Sequence[Arm], own: Sequence[Arm], below: Sequence[Arm] | None, passkey: float | None) -> SweepRow:
     """One row from one text's arm, or from several together."""
-    joined = {key: np.concatenate([arm.scores[key] for arm in arms]) for key in ("nll", "kl", "hit")}
-    base = np.concatenate([arm.scores["nll"] for arm in own])
-    whole = replace(
-        arms[0].trip,
-        **{
-            key: sum(getattr(arm.trip, key) for arm in arms)
-            for key in ("coded_bytes", "coded_values", "exact_bytes", "exact_values", "seconds")
-        },
-    )
-    energy = sum(arm.energy for arm in arms)
-    failed = any(arm.trip.failed for arm in arms)
-    problems = list(dict.fromkeys(p for arm in arms for p in arm.trip.problems))
+    failed = any(arm.failed for arm in arms)
+    problems = list(dict.fromkeys(p for arm in arms for p in arm.problems))
     note = problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "") if problems else ""
-    scored: dict[str, float | None] = dict.fromkeys(("kl", "kl_p99", "ppl_delta", "top1", "attention_error"))
-    if not failed:
-        scored = {
-            "kl": float(joined["kl"].mean()),
-            "kl_p99": float(np.quantile(joined["kl"], 0.99)),
-            "ppl_delta": float(100 * np.expm1(joined["nll"].mean() - base.mean())),
-            "top1": float(joined["hit"].mean()),
-            "attention_error": sum(arm.error for arm in arms) / energy if energy else None,
-        }
-    return SweepRow(
-        codec=spec,
-        text=text,
-        n=len(base),
-        **scored,
-        bits=None if failed else whole.bits(exact=False),
-        bits_all=None if failed else whole.bits(exact=True),
-        seconds=whole.seconds,
-        note=note,
+    scored: dict[str, float | None] = dict.fromkeys(
+        ("kl", "kl_p99", "ppl_delta", "top1", "attention_error", "bits", "bits_all", "ratio", "ratio_low", "ratio_high")
     )
+    if not failed:
+        kl = [np.array(arm.kl) for arm in arms]
+        energy = sum(arm.energy / len(arm.kl) for arm in arms)
+        scored |= {
+            "kl": _mean(x.mean() for x in kl),
+            "kl_p99": float(np.quantile(np.concatenate(kl), 0.99)),
+            "ppl_delta": float(100 * np.expm1(_mean(np.mean(a.nll) - np.mean(b.nll) for a, b in zip(arms, own, strict=True)))),
+            "top1": _mean(np.mean(arm.hit) for arm in arms),
+            "attention_error": sum(arm.error / len(arm.kl) for arm in arms) / energy if energy else None,
+            "bits": _bits(arms, exact=False),
+            "bits_all": _bits(arms, exact=True),
+        }
+        if below is not None and not any(arm.failed for arm in below):
+            scored |= zip(("ratio", "ratio_low", "ratio_high"), paired_ratio(kl, [np.array(arm.kl) for arm in below]), strict=True)
+    count, seconds = sum(len(arm.kl) for arm in arms), sum(arm.seconds for arm in arms)
+    return SweepRow(codec=arms[0].codec, text=text, n=count, **scored, passkey=passkey, seconds=seconds, note=note)
+
+
+def _mean(values: Iterable[Any]) -> float:
+    return float(np.mean(list(values)))
+
+
+def _bits(arms: Sequence[Arm], *, exact: bool) -> float | None:
+    total = sum(arm.coded_bytes + exact * arm.exact_bytes for arm in arms)
+    values = sum(arm.coded_values + exact * arm.exact_values for arm in arms)
+    return 8 * total / values if values else None

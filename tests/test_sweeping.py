@@ -5,7 +5,8 @@ import functools
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,14 +17,20 @@ from mlx_lm.models.cache import KVCache
 
 import kvtool
 from formats.errors import BackendError, IncompatibleError
+from kvtool.arms import OWN, Arm, TextArms
+from kvtool.bootstrap import paired_ratio
 from kvtool.cli import run
+from kvtool.cli.eval import split_specs
 from kvtool.evaluation import log_softmax
-from kvtool.frontier import frontier, svg, write_csv, write_plot
+from kvtool.frontier import families, frontier, svg, without_window, write_csv, write_plot
 from kvtool.model import LoadedModel
+from kvtool.passkeys import PROMPT, SEED, passkey_shares, question_of
 from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.roundtrip import MLX_BITS, Roundtrip, parse_roundtrip
 from kvtool.streaming_cache import StreamingCache, streaming_caches
-from kvtool.sweeping import OWN, SweepReport, SweepRow
+from kvtool.sweeping import SweepReport, SweepRow, rows_of, specs_of
+from kvtool.tiny.measure import own_prefill
+from kvtool.tiny.passkey import accuracy, make_trials
 from tests.library import f64, fill, tiny
 from tests.library import run as run_model
 from tests.texts import text
@@ -60,7 +67,7 @@ def report(protocol: str) -> SweepReport:
 
 
 def row(protocol: str, spec: str) -> SweepRow:
-    return report(protocol).row(parse_roundtrip(spec, SINK, RECENT).spec)
+    return report(protocol).row(spec if spec == "raw" else parse_roundtrip(spec, SINK, RECENT).spec)
 
 
 @pytest.mark.parametrize("protocol", ["prefix", "streaming"])
@@ -162,7 +169,7 @@ def test_scores_are_those_of_the_forwards(monkeypatch: pytest.MonkeyPatch) -> No
         return rows(self, name, role, x, positions, probe)
 
     monkeypatch.setattr(Roundtrip, "rows", noting)
-    found = kvtool.sweep(model(), {"t": ids}, [spec], protocol="streaming", prefix=before, tokens=n).row(spec)
+    found = kvtool.sweep(model(), {"t": ids}, [spec], protocol="streaming", prefix=before, tokens=n, sink=0).row(spec)
     assert places == [list(range(before + n - 8))] * 8
     outputs: list[np.ndarray] = []
     attention = type(model().model.layers[0].self_attn)
@@ -220,7 +227,7 @@ def test_hostile_rows_do_not_stop_it(case: str, spec: str) -> None:
 def test_short_caches(protocol: str, before: int) -> None:
     for recent in (0, 8):
         found = kvtool.sweep(
-            model(), {"t": token_ids()}, ["rvq-2", "fp8", "mlx-4"], protocol=protocol, prefix=before, tokens=3, recent=recent
+            model(), {"t": token_ids()}, ["rvq-2", "fp8", "mlx-4"], protocol=protocol, prefix=before, tokens=3, sink=0, recent=recent
         )  # type: ignore[arg-type]
         for r in found.rows:
             assert r.n == 3 and r.kl is not None and np.isfinite(r.kl) and not r.note
@@ -233,7 +240,7 @@ def test_a_codec_that_refuses_leaves_the_others(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Rvq, "encode", refuse)
     for protocol in ("prefix", "streaming"):
-        found = kvtool.sweep(model(), {"t": token_ids()}, ["rvq-2", "fp8"], protocol=protocol, prefix=20, tokens=3)  # type: ignore[arg-type]
+        found = kvtool.sweep(model(), {"t": token_ids()}, ["rvq-2", "fp8"], protocol=protocol, prefix=20, tokens=3, window="off")  # type: ignore[arg-type]
         refused = found.row("rvq-2")
         assert refused.kl is None is refused.bits is refused.attention_error and "0.k: [rvq] 3 values" in refused.note
         assert (found.row("fp8").kl or 0) > 0 and not found.row("fp8").note
@@ -242,12 +249,16 @@ def test_a_codec_that_refuses_leaves_the_others(monkeypatch: pytest.MonkeyPatch)
 def test_texts_are_joined_and_runs_repeat() -> None:
     ids = list(token_ids())
     texts = {"a": ids[:60], "b": ids[60:140]}
-    first, second = (kvtool.sweep(model(), texts, ["rvq-2"], protocol="streaming", prefix=20, tokens=50, recent=4) for _ in range(2))
+    first, second = (
+        kvtool.sweep(model(), texts, ["rvq-2"], protocol="streaming", prefix=20, tokens=50, sink=0, recent=4) for _ in range(2)
+    )
     assert [asdict(r) | {"seconds": 0} for r in first.rows] == [asdict(r) | {"seconds": 0} for r in second.rows]
     a, b, both = (first.row("rvq-2,recent=4", name) for name in ("a", "b", "all"))
     assert [r.text for r in first.rows] == ["a", "b", "all"] * 2 and first.row("rvq-2,recent=4") == both
     assert (a.n, b.n, both.n) == (39, 50, 89)
-    assert both.kl == pytest.approx((39 * (a.kl or 0) + 50 * (b.kl or 0)) / 89, rel=1e-12)
+    # Each text weighs the same, though b is longer.
+    for column in ("kl", "top1"):
+        assert getattr(both, column) == pytest.approx((getattr(a, column) + getattr(b, column)) / 2, rel=1e-12)
     assert min(a.bits or 0, b.bits or 0) <= (both.bits or 0) <= max(a.bits or 0, b.bits or 0)
 
 
@@ -255,7 +266,7 @@ def test_the_model_is_left_as_it_was() -> None:
     llama = tiny("llama")
     kinds = [type(m) for _, m in llama.model.named_modules()]
     before = [f64(x) for x in run_model(llama, fill(llama, [], []), [1, 2, 3], [3])]
-    kvtool.sweep(llama, {"t": list(range(1, 40))}, ["fp8"], prefix=10)
+    kvtool.sweep(llama, {"t": list(range(1, 40))}, ["fp8"], prefix=10, window="off")
     assert [type(m) for _, m in llama.model.named_modules()] == kinds
     assert np.array_equal(before[0], f64(run_model(llama, fill(llama, [], []), [1, 2, 3], [3])[0]))
 
@@ -265,7 +276,7 @@ def test_models_with_other_layers(family: str) -> None:
     """Sliding windows and recurrent states go by the prefix protocol alone."""
     other = tiny(family)
     ids = list(range(1, 60))
-    found = kvtool.sweep(other, {"t": ids}, ["raw", "rvq-2"], prefix=30)
+    found = kvtool.sweep(other, {"t": ids}, ["raw", "rvq-2"], prefix=30, window="off")
     assert found.row("raw").kl == 0.0 < (found.row("rvq-2").kl or 0)
     with pytest.raises(IncompatibleError, match="full attention"):
         kvtool.sweep(other, {"t": ids}, ["rvq-2"], protocol="streaming", prefix=30)
@@ -278,8 +289,13 @@ def test_models_with_other_layers(family: str) -> None:
         (["mlx-5"], {}, "2, 3, 4, 6, 8"),
         (["mlx-4,frame=pre"], {}, "sink=N and recent=N alone"),
         (["fp8,k=raw"], {}, "sink=N and recent=N alone"),
-        (["fp8", "fp8,sink=0"], {}, "twice"),
+        (["fp8", "fp8,sink=4"], {}, "twice"),
         ([], {}, "at least one codec"),
+        (["fp8"], {"window": "half"}, "on, off, both"),
+        (["fp8", "mlx-4"], {"relative_to": "mlx-8"}, "one of the codecs .fp8, mlx-4."),
+        (["fp8", "raw"], {"relative_to": "raw"}, "lossy"),
+        (["fp8"], {"passkeys": -1}, "at least 0"),
+        (["fp8"], {"chunk": 0}, "at least 1"),
         (["raw"], {"protocol": "other"}, "prefix, streaming"),
         (["raw"], {"prefix": 0}, "at least 1"),
         (["raw"], {"sink": -1}, "at least 0"),
@@ -309,7 +325,9 @@ def test_mlx_is_what_mlx_lm_keeps(n: int) -> None:
 def test_16_bit_models(dtype: str) -> None:
     """The exact rows are the live ones; own and raw take 16 bits."""
     for protocol in ("prefix", "streaming"):
-        found = kvtool.sweep(tiny("llama", dtype), {"t": list(range(1, 60))}, ["raw", "rvq-2", "fp8"], protocol=protocol, prefix=30)  # type: ignore[arg-type]
+        found = kvtool.sweep(
+            tiny("llama", dtype), {"t": list(range(1, 60))}, ["raw", "rvq-2", "fp8"], protocol=protocol, prefix=30, window="off"
+        )  # type: ignore[arg-type]
         kl = [found.row(spec).kl or 0.0 for spec in ("raw", "fp8", "rvq-2")]
         assert found.row("raw").bits == 16 == found.row(OWN).bits and kl == sorted(kl) and kl[0] < 0.01 * kl[2]
 
@@ -329,8 +347,10 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert run([*base, "--protocol", "streaming", "--prefix", "40", "--n", "20", "--recent", "8", "--json", *files]) == 0
     data = json.loads(capsys.readouterr().out)
     columns = [f.name for f in fields(SweepRow)]
-    assert set(data) == {"model", "protocol", "prefix", "rows"} and [list(r) for r in data["rows"]] == [columns] * 3
-    specs = ["own", "k=rvq-4,v=rvq-2,sink=2,recent=8", "mlx-4,recent=8"]
+    assert (
+        set(data) == {"model", "protocol", "prefix", "relative_to", "passkeys", "rows"} and [list(r) for r in data["rows"]] == [columns] * 3
+    )
+    specs = ["own", "k=rvq-4,v=rvq-2,sink=2,recent=8", "mlx-4,sink=4,recent=8"]
     assert [r["codec"] for r in data["rows"]] == specs
     with open(tmp_path / "t.csv", newline="", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
@@ -338,11 +358,17 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [[float(r[c]) for c in ("n", "kl", "bits", "seconds")] for r in table] == [
         [r[c] for c in ("n", "kl", "bits", "seconds")] for r in data["rows"]
     ]
+    # The window stands in the title where all rows share it.
     words = [e.text for e in ElementTree.parse(tmp_path / "t.svg").iter("{http://www.w3.org/2000/svg}text")]
     assert set(specs[1:]) <= set(words) and "own" not in words
     assert run([*base, "--prefix", "40", "--n", "20"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["own", "k=rvq-4,v=rvq-2,sink=2", "mlx-4"]
+    assert [line.split()[0] for line in lines[2:]] == ["own", "k=rvq-4,v=rvq-2,sink=2,recent=32", "mlx-4,sink=4,recent=32"]
+    assert "ratio" not in lines[1] and "passkey" not in lines[1]
+    assert run([*base, "--prefix", "40", "--n", "70", "--window", "both", "--relative-to", "mlx-4", "--passkeys", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[4:]] == ["k=rvq-4,v=rvq-2", "mlx-4,sink=4,recent=32", "mlx-4"]
+    assert all("1.000 [1.000, 1.000]" in line for line in lines[-2:]) and "1 passkeys" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -357,6 +383,10 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--codec", "raw", "--text", "TEXT"], "twice"),
         (["--codec", "raw", "--plot", "a.gif"], "must end in .svg or .png"),
         (["--codec", "raw", "--csv", "none/a.csv"], "none"),
+        (["IN", "--window", "both"], "--window goes with --codec"),
+        (["IN", "--robustness"], "--robustness goes with --codec"),
+        (["--codec", "fp8", "--robustness"], "--model goes with a sweep"),
+        (["--codec", "fp8", "--relative-to", "rvq-4"], "relative_to must be one of the codecs"),
     ],
 )
 def test_wrong_options(
@@ -369,6 +399,143 @@ def test_wrong_options(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("rvq-4,mlx-4", ["rvq-4", "mlx-4"]),
+        ("rvq-4,sink=4,recent=8,mlx-4,sink=2", ["rvq-4,sink=4,recent=8", "mlx-4,sink=2"]),
+        ("k=rvq-4,v=rvq-2,frame=post,fp8", ["k=rvq-4,v=rvq-2,frame=post", "fp8"]),
+        ("rvq-4:norm:seed=3,v=rvq-2,k=rabitq,v=rvq-4", ["rvq-4:norm:seed=3,v=rvq-2,k=rabitq", "v=rvq-4"]),
+        ("fp8", ["fp8"]),
+        ("fp8,", ["fp8", ""]),
+    ],
+)
+def test_lists_of_codecs(text: str, specs: list[str]) -> None:
+    assert split_specs(text) == specs
+
+
+def known(series: Sequence[float], name: str = "t") -> Arm:
+    n = len(series)
+    return Arm("c", name, (1.0,) * n, tuple(series), (True,) * n, 1.0, 2.0, 0, 0, 0, 0, 0.0, False, ())
+
+
+def test_ratio_of_a_codec_to_itself_and_to_others() -> None:
+    found = kvtool.sweep(
+        model(),
+        {"a": token_ids(), "b": token_ids()[20:140]},
+        ["rvq-2", "mlx-4", "raw"],
+        protocol="streaming",
+        prefix=20,
+        recent=8,
+        relative_to="mlx-4",
+        window="both",
+    )
+    assert found.relative_to == "mlx-4"
+    assert [r.codec for r in found.rows[::3]] == [OWN, "rvq-2,sink=4,recent=8", "rvq-2", "mlx-4,sink=4,recent=8", "mlx-4", "raw"]
+    for name in ("a", "b", "all"):
+        for window in (",sink=4,recent=8", ""):
+            reference, other = (found.row(spec + window, name) for spec in ("mlx-4", "rvq-2"))
+            assert (reference.ratio, reference.ratio_low, reference.ratio_high) == (1.0, 1.0, 1.0)
+            assert other.ratio == pytest.approx((other.kl or 0) / (reference.kl or 1), rel=1e-12)
+            assert (other.ratio_low or 9) < (other.ratio or 0) < (other.ratio_high or 0)
+    assert found.row(OWN).ratio == 0.0
+    alone = kvtool.sweep(model(), {"a": token_ids()}, ["fp8"], prefix=40, tokens=20, relative_to="fp8").row("fp8,sink=4,recent=32")
+    # One block of positions has no interval.
+    assert (alone.ratio, alone.ratio_low, alone.ratio_high) == (1.0, None, None)
+
+
+def test_interval_covers_a_known_ratio() -> None:
+    """Two paired series of alike neighbours with means 3 and 1: nearly as many intervals as promised cover their ratio."""
+    draw = np.random.default_rng(5)
+    covered, widths, trials = 0, [], 200
+    for _ in range(trials):
+        slow = np.repeat(draw.gamma(2.0, 0.5, 70), 13)[:900]
+        pair = [mean * slow * draw.gamma(4.0, 0.25, 900) for mean in (3.0, 1.0)]
+        ratio, low, high = paired_ratio(pair[:1], pair[1:])
+        assert ratio == pair[0].mean() / pair[1].mean() and low is not None and high is not None and low < ratio < high
+        covered += low <= 3.0 <= high
+        widths.append(high - low)
+    assert 0.88 * trials <= covered <= trials - 1
+    # Pairs share what is slow, which an interval of independent positions would count: theirs is far wider.
+    assert np.mean(widths) < 0.6
+    assert paired_ratio(pair[:1], pair[1:]) == paired_ratio(pair[:1], pair[1:])
+
+
+def test_interval_of_texts_and_what_has_none() -> None:
+    a, b = np.arange(1.0, 101.0), np.ones(64)
+    ratio, low, high = paired_ratio([a, b], [b[:1].repeat(100), b])
+    # Each text weighs the same: (50.5 + 1) / 2.
+    assert ratio == 25.75 and low is not None and high is not None and 1 < low < ratio < high < 50.5
+    # By hand: two blocks a text, of 32 and 8 positions, drawn as one of four pairs.
+    x = np.concatenate([np.full(32, 2.0), np.full(8, 6.0)])
+    assert paired_ratio([x], [np.ones(40)]) == (2.8, 2.0, 6.0)
+    assert paired_ratio([b], [0 * b]) == (None, None, None)
+    assert paired_ratio([b], [np.repeat([0.0, 2.0], 32)]) == (1.0, None, None)
+    assert paired_ratio([b[:32]], [b[:32]]) == (1.0, None, None)
+
+
+def test_passkeys() -> None:
+    """The own cache answers what the model answers by itself; 2 bits without a window answer less than raw."""
+    options: dict = {"prefix": 8, "tokens": 2, "window": "off"}
+    found = kvtool.sweep(model(), {"t": token_ids()}, ["raw", "rvq-1:norm:nocenter"], passkeys=2, **options)
+    trials = make_trials(model().tokenizer, 2, prompt_tokens=PROMPT, seed=SEED)
+    own = accuracy(trials, own_prefill(model().model))
+    assert found.row(OWN).passkey == found.row("raw").passkey == own == 1.0 and found.passkeys == 2
+    assert (found.row("rvq-1:norm:nocenter").passkey or 0) < own
+    for trial in trials:
+        assert model().tokenizer.decode(question_of(model(), trial)).endswith(" is ")
+    assert kvtool.sweep(model(), {"t": token_ids()}, ["raw"], **options).row("raw").passkey is None
+    with pytest.raises(ValueError, match="no passkey task; tiny-a and tiny-b"):
+        kvtool.sweep(tiny("llama"), {"t": list(range(1, 40))}, ["raw"], passkeys=1, **options)
+
+
+def test_a_refused_codec_answers_no_passkeys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Rvq, x: mx.array) -> dict[str, mx.array]:
+        raise ValueError("[rvq] 3 values are not finite.")
+
+    monkeypatch.setattr(Rvq, "encode", refuse)
+    trips = [functools.partial(parse_roundtrip, spec) for spec in ("rvq-2", "raw")]
+    assert passkey_shares(model(), trips, 1, prompt_tokens=200)[0] is None
+
+
+def test_chunks_change_nothing_but_rounding() -> None:
+    """A codec without side information a block gives the same in forwards of any length; what differs is codes at an edge."""
+    spec = "rvq-4:norm:nocenter,sink=4,recent=16"
+    by_chunk = [
+        kvtool.sweep(model(), {"t": token_ids()}, [spec], protocol="streaming", prefix=20, tokens=150, chunk=chunk).row(spec)
+        for chunk in (17, 64, 300)
+    ]
+    for column in ("kl", "attention_error", "bits", "bits_all"):
+        values = [getattr(r, column) for r in by_chunk]
+        assert values == pytest.approx([values[0]] * 3, rel=0.05)
+
+
+def test_arms_round_trip_as_json() -> None:
+    text = TextArms(model(), "t", token_ids()[:60], "streaming", 20)
+    arm = text.arm(parse_roundtrip("rvq-2,recent=4"))
+    assert Arm.from_json(json.loads(json.dumps(arm.to_json()))) == arm and len(arm.kl) == 39
+    assert rows_of({OWN: [text.own], arm.codec: [arm]}, {}, {})[1].kl == np.mean(arm.kl)
+
+
+def test_all_is_the_mean_of_the_texts() -> None:
+    """As of pooled positions where lengths are equal; 1 and 3 of 30 and 90 positions are 2, not 2.5."""
+    own = [known([0.0] * n, name) for n, name in ((30, "a"), (90, "b"))]
+    short, long = known([1.0] * 30, "a"), replace(known([3.0] * 90, "b"), error=9.0, energy=27.0)
+    found = rows_of({OWN: own, "c": [short, long]}, {}, {})[-1]
+    assert (found.text, found.n, found.kl, found.kl_p99) == ("all", 120, 2.0, 3.0)
+    assert found.attention_error == pytest.approx((1 / 30 + 9 / 90) / (2 / 30 + 27 / 90))
+
+
+def test_lossless_codecs_have_no_window() -> None:
+    specs = specs_of(["raw", "rvq-4,sink=0,recent=0", "fp8"], 4, 32, "both", "fp8")
+    assert specs == {
+        "raw": "fp8,sink=4,recent=32",
+        "rvq-4": "fp8,sink=4,recent=32",
+        "fp8,sink=4,recent=32": "fp8,sink=4,recent=32",
+        "fp8": "fp8",
+    }
+
+
 def test_frontier_and_plot(tmp_path: Path) -> None:
     points = [("a", 2.0, 0.1), ("b", 3.0, 0.2), ("c <&>", 4.0, 0.001), ("own", 32.0, 0.0), ("d", 2.0, 0.3)]
     assert frontier(points[:3] + points[4:]) == [points[0], points[2]]
@@ -377,6 +544,13 @@ def test_frontier_and_plot(tmp_path: Path) -> None:
         root = ElementTree.parse(tmp_path / "p.svg").getroot()
         circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
         assert len(circles) == sum(kl > 0 for _, _, kl in shown)
+    assert families([("rvq-4", 4.0, 1.0), ("fp8", 8.0, 0.1), ("rvq-2", 2.0, 2.0), ("rvq-2+2", 4.0, 1.0)]) == {
+        "rvq-": [("rvq-2", 2.0, 2.0), ("rvq-4", 4.0, 1.0)],
+        "fp": [("fp8", 8.0, 0.1)],
+        "rvq-+": [("rvq-2+2", 4.0, 1.0)],
+    }
+    assert without_window(["a,sink=4,recent=8", "b,sink=4,recent=8"]) == (["a", "b"], "sink=4, recent=8")
+    assert without_window(["a,sink=4", "b"]) == (["a,sink=4", "b"], "") and without_window([]) == ([], "")
     ys = [float(c.get("cy") or 0) for c in ElementTree.fromstring(svg(points[:3], "")).iter("{http://www.w3.org/2000/svg}circle")]
     # Lower KL, lower in the picture (a larger y); a decade is as far anywhere.
     assert ys[2] > ys[0] > ys[1]
