@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed-$(or $(EXTRA),metal)
 # MLX's CPU wheel carries reference BLAS; OpenBLAS in front of it makes float32 products 15 times faster.
 PRELOAD   = $(if $(filter cpu,$(EXTRA)),$(foreach f,$(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0)),LD_PRELOAD=$(f)))
 
-.PHONY: setup system demo test test-all lint format reach clean
+.PHONY: setup system demo test test-all lint format reach frontier clean
 
 setup: system $(STAMP)
 
@@ -45,6 +45,10 @@ test-all: setup lint
 # The figures of the README, from a real model; a miss fails.
 reach: setup
 	$(PRELOAD) $(BIN)/python -m tests.smollm2.reach
+
+# Quality against bits of every codec; an interrupted run goes on.
+frontier: setup
+	$(PRELOAD) $(BIN)/python -m tests.smollm2.frontier
 
 clean:
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache

@@ -123,11 +123,17 @@ def svg(points: Sequence[Point], title: str) -> str:
         out.append(f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#ddd"/>')
         out.append(text(x(tick), HEIGHT - BOTTOM + 18, str(tick), ' text-anchor="middle"'))
     out.append(line(frontier(points), 'stroke="#999" stroke-dasharray="4 4"'))
+    labels: list[tuple[float, float, int]] = []
     for colour, members in zip(cycle(COLOURS), families(points).values(), strict=False):
         out.append(line(members, f'stroke="{colour}"'))
         for label, bits, kl in members:
             out.append(f'<circle cx="{x(bits):.1f}" cy="{y(kl):.1f}" r="4" fill="{colour}"/>')
-            out.append(text(x(bits) + 7, y(kl) - 5, label, f' fill="{colour}"'))
+            at_x, at_y = x(bits) + 7, y(kl) - 5
+            # A label that would lie on another moves down below it.
+            while any(abs(at_y - b) < 12 and at_x < a + 7 * n and a < at_x + 7 * len(label) for a, b, n in labels):
+                at_y += 3
+            labels.append((at_x, at_y, len(label)))
+            out.append(text(at_x, at_y, label, f' fill="{colour}"'))
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

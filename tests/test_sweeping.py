@@ -33,6 +33,7 @@ from kvtool.tiny.measure import own_prefill
 from kvtool.tiny.passkey import accuracy, make_trials
 from tests.library import f64, fill, tiny
 from tests.library import run as run_model
+from tests.smollm2 import frontier as smollm2
 from tests.texts import text
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs.rvq import Rvq
@@ -556,6 +557,61 @@ def test_frontier_and_plot(tmp_path: Path) -> None:
     assert ys[2] > ys[0] > ys[1]
     write_csv(str(tmp_path / "c.csv"), [{"a": 1, "b": None}, {"a": "x,y", "b": 0.5}])
     assert (tmp_path / "c.csv").read_text() == 'a,b\n1,\n"x,y",0.5\n'
+
+
+def test_the_frontier_command_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished arms are read back, others run; changed sources run all anew; the table is a sweep's."""
+    ran: list[str] = []
+    arm = TextArms.arm
+
+    def counting(self: TextArms, trip: Roundtrip) -> Arm:
+        if trip.spec in ran and "stop" in ran:
+            raise KeyboardInterrupt
+        ran.append(trip.spec)
+        return arm(self, trip)
+
+    monkeypatch.setattr(TextArms, "arm", counting)
+    texts = {"prose": text("prose")[:900], "code": text("code")[:900]}
+    codecs = ["raw", "mlx-4", smollm2.REFERENCE]
+    said: list[str] = []
+
+    def run_it() -> tuple[SweepReport, dict[str, str]]:
+        return smollm2.table(model(), texts, codecs, 50, tmp_path / "cache", said.append)
+
+    ran.append("stop")
+    with pytest.raises(KeyboardInterrupt):
+        run_it()
+    specs = list(specs_of(codecs, 4, 32, "on", None))
+    assert ran == ["stop", *specs]
+    ran.clear()
+    found, asked = run_it()
+    assert ran == specs and len(said) == 5 + 8 and asked == dict(zip(specs, codecs, strict=True))
+    ran.clear()
+    assert run_it()[0] == found and not ran
+    swept = kvtool.sweep(model(), texts, codecs, protocol="streaming", tokens=50, relative_to=smollm2.REFERENCE)
+    assert [asdict(r) | {"seconds": 0} for r in swept.rows] == [asdict(r) | {"seconds": 0} for r in found.rows]
+    page = smollm2.markdown(found, asked, "make frontier")
+    smollm2.write(found, page, tmp_path / "out")
+    assert {p.suffix for p in (tmp_path / "out").iterdir()} == {".md", ".csv", ".json", ".svg"}
+    assert page.count("| `mlx-4` |") == 2 and "1.000 [1.000, 1.000]" in page
+    before = smollm2.sources_digest()
+    monkeypatch.setattr(smollm2, "sources_digest", lambda: "other sources")
+    ran.clear()
+    run_it()
+    assert ran == specs * 2 and before != "other sources"
+
+
+def test_the_frontier_digest_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = smollm2.sources_digest()
+    assert first == smollm2.sources_digest()
+    read = Path.read_bytes
+    for name, counts in (("rvq.py", True), ("streaming_cache.py", True), ("frontier.py", False), ("eval.py", False)):
+        monkeypatch.setattr(Path, "read_bytes", lambda path, name=name: read(path) + b"#" * (path.name == name))
+        assert (smollm2.sources_digest() != first) == counts, name
+
+
+def test_every_codec_of_the_frontier_exists() -> None:
+    assert list(specs_of(list(smollm2.CODECS), 4, 32, "on", smollm2.REFERENCE))
 
 
 def test_png(tmp_path: Path) -> None:
