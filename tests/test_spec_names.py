@@ -21,7 +21,7 @@ from veloxquant_mlx.codecs import CODECS, parse_codec
 
 SPEC = (Path(formats.header.__file__).parent / "SPEC.md").read_text(encoding="utf-8")
 SOURCES = sorted(Path(kvtool.__file__).parent.rglob("*.py"))
-SPECS = ("raw", "rvq-4", "rvq-2+2", "k=rabitq,v=rvq-4", "rabitq-4", "affine-4", "commvq-2")
+SPECS = ("raw", "rvq-4", "rvq-2+2", "k=rabitq,v=rvq-4", "rabitq-4", "affine-4", "commvq-2", "vecinfer-2", "qjl")
 
 
 def rows(text: str) -> set[str]:
@@ -56,7 +56,7 @@ def test_no_codec_decodes_beyond_the_stated_limit() -> None:
     """float32 values over the bytes of their parts: the limits in SPEC.md hold for the fewest bits each codec takes."""
     shape = (2, 5000, 1024)
     values = 4 * math.prod(shape)
-    plans = [parse_codec(spec) for spec in ("rabitq", "rvq-1", "k=affine-1:group=1024,v=affine-1:token:group=1024", "raw")]
+    plans = [parse_codec(spec) for spec in ("rabitq", "rvq-1", "k=affine-1:group=1024,v=affine-1:token:group=1024", "raw", "vecinfer-1", "qjl")]
     largest = max(values / codec.nbytes(shape, mx.float32) for plan in plans for codec in (plan.k, plan.v))
     assert 30 < largest < 32
     limits = section("## Limits")

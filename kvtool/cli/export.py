@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     default="raw",
     show_default=True,
     metavar="SPEC",
-    help="raw, rvq-4, rvq-2+2, rabitq-3, affine-4, commvq-2, k=commvq-2,v=rvq-4, ...; see the README.",
+    help="raw, rvq-4, rvq-2+2, rabitq-3, affine-4, commvq-2, vecinfer-2, qjl-2, k=commvq-2,v=rvq-4, ...; see the README.",
 )
 @sink_option
 @recent_option
