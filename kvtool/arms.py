@@ -27,6 +27,7 @@ from veloxquant_mlx.codecs.raw import Raw
 OWN = "own"
 CHUNK = 128  # tokens a forward
 COUNTS = ("coded_bytes", "coded_values", "exact_bytes", "exact_values", "seconds")
+Scores = tuple[np.ndarray, np.ndarray, np.ndarray]
 _ROWS = 8  # positions whose float64 distributions are held at a time: they stay in the processor's cache
 
 
@@ -102,7 +103,7 @@ class TextArms:
             arrays = [x for state in take_states(caches) for x in (state.k, state.v) if isinstance(x, mx.array)]
             trip.coded_bytes, trip.coded_values = sum(x.nbytes for x in arrays), sum(x.size for x in arrays)
         energy = sum(scalar(_energy(rows)) for layer in self.outputs.values() for rows in layer if rows.size)
-        self.own = self._arm(OWN, trip, self.logits, 0.0, energy)
+        self.own = self._arm(OWN, trip, [self._scores(i, logits) for i, logits in enumerate(self.logits)], 0.0, energy)
 
     @property
     def positions(self) -> int:
@@ -128,15 +129,15 @@ class TextArms:
             if rows.size:
                 errors.append(_energy(rows.astype(mx.float32) - own.astype(mx.float32)))
 
-        kept, done = [], 0
+        parts, done = [], 0
         with watching(self.model.model, caches, look, self.skip):
-            for logits in self._forwards(caches):
+            for i, logits in enumerate(self._forwards(caches)):
                 mx.eval(logits, errors[done:])
-                kept.append(logits)
+                parts.append(self._scores(i, logits))
                 done = len(errors)
         for cache in streams:
             cache.count_exact()
-        return self._arm(trip.spec, trip, kept, sum(scalar(e) for e in errors), self.own.energy)
+        return self._arm(trip.spec, trip, parts, sum(scalar(e) for e in errors), self.own.energy)
 
     def _forwards(self, caches: list[Any]) -> Iterator[mx.array]:
         """Logits (N, V) of the scored positions, forward by forward; N may be 0."""
@@ -144,13 +145,14 @@ class TextArms:
             stop = min(start + self.chunk, self.positions)
             yield self.model.model(mx.array(self.ids[start:stop])[None], cache=caches)[0, max(0, self.skip - start) :]
 
-    def _arm(self, codec: str, trip: Roundtrip, logits: Sequence[mx.array], error: float, energy: float) -> Arm:
-        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        at = self.skip + 1
-        for own, other in zip(self.logits, logits, strict=True):
-            targets = np.array(self.ids[at : at + other.shape[0]], dtype=np.int64)
-            at += other.shape[0]
-            parts.append(divergence(np.array(own.astype(mx.float32)), np.array(other.astype(mx.float32)), targets))
+    def _scores(self, i: int, logits: mx.array) -> Scores:
+        """By position of forward i: nll, KL and whether the most likely token is own's."""
+        at = self.skip + 1 + sum(own.shape[0] for own in self.logits[:i])
+        targets = np.array(self.ids[at : at + logits.shape[0]], dtype=np.int64)
+        own, other = (np.array(x.astype(mx.float32)) for x in (self.logits[i], logits))
+        return divergence(own, other, targets)
+
+    def _arm(self, codec: str, trip: Roundtrip, parts: Sequence[Scores], error: float, energy: float) -> Arm:
         nll, kl, hit = (np.concatenate(column).tolist() for column in zip(*parts, strict=True))
         counts = {name: getattr(trip, name) for name in COUNTS}
         return Arm(
@@ -158,7 +160,7 @@ class TextArms:
         )
 
 
-def divergence(own: np.ndarray, other: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def divergence(own: np.ndarray, other: np.ndarray, targets: np.ndarray) -> Scores:
     """Negative log-likelihood of the targets, KL(own || other), and whether the most likely tokens agree; float64, by position.
 
     Args:

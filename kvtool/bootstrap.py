@@ -21,7 +21,7 @@ def paired_ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> tu
         text has less than two blocks.
     """
     point = _mean(above), _mean(below)
-    if point[1] <= 0:
+    if not point[1] > 0:
         return None, None, None
     ratio = point[0] / point[1]
     draw = np.random.default_rng(SEED)
@@ -33,7 +33,7 @@ def paired_ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> tu
         chosen = draw.integers(0, len(starts), (DRAWS, len(starts)))
         counts = np.add.reduceat(np.ones(len(a)), starts)[chosen].sum(1)
         totals += [np.add.reduceat(x, starts)[chosen].sum(1) / counts for x in (a, b)]
-    if (totals[1] <= 0).any():
+    if not (totals[1] > 0).all():
         return ratio, None, None
     low, high = np.quantile(totals[0] / totals[1], ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     return ratio, float(low), float(high)

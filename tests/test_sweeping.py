@@ -1,9 +1,8 @@
-"""A sweep: several codecs in one table, by both protocols, with bits from real bytes; CSV, JSON and the plot."""
+"""A sweep: several codecs in one table, by both protocols, with bits from real bytes; CSV, JSON, ratios and passkeys."""
 
 import csv
 import functools
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -16,13 +15,12 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 import kvtool
-from formats.errors import BackendError, IncompatibleError
+from formats.errors import IncompatibleError
 from kvtool.arms import OWN, Arm, TextArms
 from kvtool.bootstrap import paired_ratio
 from kvtool.cli import run
 from kvtool.cli.eval import split_specs
 from kvtool.evaluation import log_softmax
-from kvtool.frontier import families, frontier, svg, without_window, write_csv, write_plot
 from kvtool.model import LoadedModel
 from kvtool.passkeys import PROMPT, SEED, passkey_shares, question_of
 from kvtool.probe import CacheProbe, RoleProbe
@@ -33,7 +31,6 @@ from kvtool.tiny.measure import own_prefill
 from kvtool.tiny.passkey import accuracy, make_trials
 from tests.library import f64, fill, tiny
 from tests.library import run as run_model
-from tests.smollm2 import frontier as smollm2
 from tests.texts import text
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs.rvq import Rvq
@@ -114,6 +111,8 @@ def test_bits_are_real_bytes() -> None:
         parse_codec("rvq-4").k.nbytes((2, n, 64), mx.float32) + parse_codec("rvq-4").v.nbytes((2, n, 64), mx.float32) for n in (108, 92)
     ]
     assert row("streaming", "rvq-4").bits == pytest.approx(8 * sum(sizes) / (2 * 2 * 200 * 64), rel=1e-12)
+    whole = sum(sizes) + 2 * 2 * exact * 64 * 2
+    assert row("streaming", "rvq-4").bits_all == pytest.approx(8 * whole / (2 * 2 * 220 * 64), rel=1e-12)
 
 
 def test_prefix_is_what_a_file_gives(tmp_path: Path) -> None:
@@ -470,6 +469,8 @@ def test_interval_of_texts_and_what_has_none() -> None:
     # By hand: two blocks a text, of 32 and 8 positions, drawn as one of four pairs.
     x = np.concatenate([np.full(32, 2.0), np.full(8, 6.0)])
     assert paired_ratio([x], [np.ones(40)]) == (2.8, 2.0, 6.0)
+    # Constant texts of unequal lengths have no spread: (3 + 1) / (1 + 1).
+    assert paired_ratio([3 * b, np.ones(320)], [b, np.ones(320)]) == (2.0, 2.0, 2.0)
     assert paired_ratio([b], [0 * b]) == (None, None, None)
     assert paired_ratio([b], [np.repeat([0.0, 2.0], 32)]) == (1.0, None, None)
     assert paired_ratio([b[:32]], [b[:32]]) == (1.0, None, None)
@@ -488,6 +489,20 @@ def test_passkeys() -> None:
     assert kvtool.sweep(model(), {"t": token_ids()}, ["raw"], **options).row("raw").passkey is None
     with pytest.raises(ValueError, match="no passkey task; tiny-a and tiny-b"):
         kvtool.sweep(tiny("llama"), {"t": list(range(1, 40))}, ["raw"], passkeys=1, **options)
+
+
+def test_passkeys_are_asked_of_all_that_precedes_the_question() -> None:
+    trips: list[Roundtrip] = []
+
+    def make() -> Roundtrip:
+        trips.append(parse_roundtrip("rvq-4", 4, 32))
+        return trips[-1]
+
+    passkey_shares(model(), [make], 2, prompt_tokens=200)
+    for trip, trial in zip(trips, make_trials(model().tokenizer, 2, prompt_tokens=200, seed=SEED), strict=True):
+        rows = 200 - len(question_of(model(), trial))
+        # 4 layers, keys and values, 2 heads of 64.
+        assert (trip.exact_values, trip.coded_values) == (4 * 2 * 2 * 64 * 36, 4 * 2 * 2 * 64 * (rows - 36))
 
 
 def test_a_refused_codec_answers_no_passkeys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,98 +550,3 @@ def test_lossless_codecs_have_no_window() -> None:
         "fp8,sink=4,recent=32": "fp8,sink=4,recent=32",
         "fp8": "fp8",
     }
-
-
-def test_frontier_and_plot(tmp_path: Path) -> None:
-    points = [("a", 2.0, 0.1), ("b", 3.0, 0.2), ("c <&>", 4.0, 0.001), ("own", 32.0, 0.0), ("d", 2.0, 0.3)]
-    assert frontier(points[:3] + points[4:]) == [points[0], points[2]]
-    for shown in (points, points[:1], []):
-        write_plot(str(tmp_path / "p.svg"), shown, "t <t>")
-        root = ElementTree.parse(tmp_path / "p.svg").getroot()
-        circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
-        assert len(circles) == sum(kl > 0 for _, _, kl in shown)
-    assert families([("rvq-4", 4.0, 1.0), ("fp8", 8.0, 0.1), ("rvq-2", 2.0, 2.0), ("rvq-2+2", 4.0, 1.0)]) == {
-        "rvq-": [("rvq-2", 2.0, 2.0), ("rvq-4", 4.0, 1.0)],
-        "fp": [("fp8", 8.0, 0.1)],
-        "rvq-+": [("rvq-2+2", 4.0, 1.0)],
-    }
-    assert without_window(["a,sink=4,recent=8", "b,sink=4,recent=8"]) == (["a", "b"], "sink=4, recent=8")
-    assert without_window(["a,sink=4", "b"]) == (["a,sink=4", "b"], "") and without_window([]) == ([], "")
-    ys = [float(c.get("cy") or 0) for c in ElementTree.fromstring(svg(points[:3], "")).iter("{http://www.w3.org/2000/svg}circle")]
-    # Lower KL, lower in the picture (a larger y); a decade is as far anywhere.
-    assert ys[2] > ys[0] > ys[1]
-    write_csv(str(tmp_path / "c.csv"), [{"a": 1, "b": None}, {"a": "x,y", "b": 0.5}])
-    assert (tmp_path / "c.csv").read_text() == 'a,b\n1,\n"x,y",0.5\n'
-
-
-def test_the_frontier_command_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finished arms are read back, others run; changed sources run all anew; the table is a sweep's."""
-    ran: list[str] = []
-    arm = TextArms.arm
-
-    def counting(self: TextArms, trip: Roundtrip) -> Arm:
-        if trip.spec in ran and "stop" in ran:
-            raise KeyboardInterrupt
-        ran.append(trip.spec)
-        return arm(self, trip)
-
-    monkeypatch.setattr(TextArms, "arm", counting)
-    texts = {"prose": text("prose")[:900], "code": text("code")[:900]}
-    codecs = ["raw", "mlx-4", smollm2.REFERENCE]
-    said: list[str] = []
-
-    def run_it() -> tuple[SweepReport, dict[str, str]]:
-        return smollm2.table(model(), texts, codecs, 50, tmp_path / "cache", said.append)
-
-    ran.append("stop")
-    with pytest.raises(KeyboardInterrupt):
-        run_it()
-    specs = list(specs_of(codecs, 4, 32, "on", None))
-    assert ran == ["stop", *specs]
-    ran.clear()
-    found, asked = run_it()
-    assert ran == specs and len(said) == 5 + 8 and asked == dict(zip(specs, codecs, strict=True))
-    ran.clear()
-    assert run_it()[0] == found and not ran
-    swept = kvtool.sweep(model(), texts, codecs, protocol="streaming", tokens=50, relative_to=smollm2.REFERENCE)
-    assert [asdict(r) | {"seconds": 0} for r in swept.rows] == [asdict(r) | {"seconds": 0} for r in found.rows]
-    page = smollm2.markdown(found, asked, "make frontier")
-    smollm2.write(found, page, tmp_path / "out")
-    assert {p.suffix for p in (tmp_path / "out").iterdir()} == {".md", ".csv", ".json", ".svg"}
-    assert page.count("| `mlx-4` |") == 2 and "1.000 [1.000, 1.000]" in page
-    before = smollm2.sources_digest()
-    monkeypatch.setattr(smollm2, "sources_digest", lambda: "other sources")
-    ran.clear()
-    run_it()
-    assert ran == specs * 2 and before != "other sources"
-
-
-def test_the_frontier_digest_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = smollm2.sources_digest()
-    assert first == smollm2.sources_digest()
-    read = Path.read_bytes
-    for name, counts in (("rvq.py", True), ("streaming_cache.py", True), ("frontier.py", False), ("eval.py", False)):
-        monkeypatch.setattr(Path, "read_bytes", lambda path, name=name: read(path) + b"#" * (path.name == name))
-        assert (smollm2.sources_digest() != first) == counts, name
-
-
-def test_every_codec_of_the_frontier_exists() -> None:
-    assert list(specs_of(list(smollm2.CODECS), 4, 32, "on", smollm2.REFERENCE))
-
-
-def test_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="a PNG needs matplotlib (the extra `plot`)")
-    data = []
-    for name in ("a.png", "b.png"):
-        write_plot(str(tmp_path / name), [("a", 2.0, 0.1), ("b", 4.0, 0.001)], "t")
-        data.append((tmp_path / name).read_bytes())
-    assert data[0] == data[1] and data[0].startswith(b"\x89PNG")
-
-
-def test_png_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BackendError, match="matplotlib"):
-        write_plot(str(tmp_path / "p.png"), [("a", 2.0, 0.1)], "t")
-    (tmp_path / "a.txt").write_text("a")
-    args = ["eval", "--model", "tiny-a", "--text", str(tmp_path / "a.txt"), "--codec", "raw", "--plot", str(tmp_path / "p.png")]
-    assert run(args) == BackendError.exit_code and "kvtool[plot]" in capsys.readouterr().err
