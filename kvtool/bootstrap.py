@@ -1,7 +1,8 @@
 """Confidence interval of a ratio of two means over the same positions, by a bootstrap over blocks of positions.
 
 Neighbouring positions of a text are alike, so blocks of them are drawn with replacement (Kunsch 1989, blocks that do not overlap), within
-each text, the same blocks for numerator and denominator. The interval is that of the percentiles.
+each text, the same blocks for numerator and denominator. The interval is that of the percentiles, a little too narrow where blocks are
+few: of a known ratio of heavy-tailed series it covers about nine in ten (`test_interval_covers_a_known_ratio`).
 """
 
 from collections.abc import Sequence

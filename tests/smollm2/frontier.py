@@ -29,7 +29,7 @@ from kvtool.model import LoadedModel, load_model
 from kvtool.roundtrip import parse_roundtrip
 from kvtool.sweeping import PREFIX, RECENT, SINK, TOKENS, SweepReport, ids_of, rows_of, specs_of
 from tests.smollm2.make import models_at
-from tests.texts import TEXTS, text
+from tests.texts import ALL_TEXTS, text
 
 ROOT = Path(__file__).parents[2]
 OUT, CACHE, NAME = ROOT / "tests" / "results", ROOT / ".cache" / "frontier", "frontier-smollm2"
@@ -44,6 +44,7 @@ CODECS = {
     **{f"rabitq-{n}": "extended RaBitQ" for n in (2, 3, 4)},
     **{f"affine-{n}": "KIVI" for n in (2, 4)},
     **{f"commvq-{n}": "CommVQ" for n in (1, 2)},
+    **{f"qjl-{n}": "QJL, 2-bit values" for n in (1, 2)},
     **{f"mlx-{n}": "mlx-lm's QuantizedKVCache" for n in (2, 3, 4, 6, 8)},
     "fp8": "MLX's e4m3",
 }
@@ -176,15 +177,17 @@ def write(report: SweepReport, page: str, out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", type=split_specs, default=list(CODECS), metavar="A,B,...", help="default: all of them")
-    parser.add_argument("--texts", type=lambda names: names.split(","), default=list(TEXTS), metavar="A,B,...", help="default: all of them")
+    parser.add_argument(
+        "--texts", type=lambda names: names.split(","), default=list(ALL_TEXTS), metavar="A,B,...", help="default: all of them"
+    )
     parser.add_argument("--tokens", type=int, default=TOKENS[PROTOCOL], help="positions to score at most, a text (default: %(default)s)")
     parser.add_argument("--out", type=Path, help=f"folder for the results (default of a full run: {OUT.relative_to(ROOT)})")
     parser.add_argument("--cache", type=Path, default=CACHE, help=f"folder of finished arms (default: {CACHE.relative_to(ROOT)})")
     args = parser.parse_args()
-    unknown = sorted(set(args.texts) - set(TEXTS))
+    unknown = sorted(set(args.texts) - set(ALL_TEXTS))
     if unknown:
-        parser.error(f"--texts must be some of {', '.join(TEXTS)}, but got {', '.join(unknown)}")
-    full = args.codecs == list(CODECS) and args.texts == list(TEXTS) and args.tokens == TOKENS[PROTOCOL]
+        parser.error(f"--texts must be some of {', '.join(ALL_TEXTS)}, but got {', '.join(unknown)}")
+    full = args.codecs == list(CODECS) and args.texts == list(ALL_TEXTS) and args.tokens == TOKENS[PROTOCOL]
     model = load_model(models_at()["smollm2"])
 
     def say(line: str) -> None:
