@@ -2,12 +2,16 @@
 
 A codec is a small frozen dataclass. All that decoding needs, besides the parts themselves, is in `to_params`, as JSON, so that a file
 decodes without this package's defaults or tables. Parts are stored as they are: row-major, little-endian, the packed axis last.
+
+A calibrated codec has tables that were learnt for one layer and role before. `parse` gives it without them, unbound; it is bound to a
+layer's tables before it encodes. Its params name the calibration they are from (`calibration`), unless they are carried as parts, and
+`with_tables` completes what `from_params` read. It may also predict its rows from decoded ones (`needs`, `given`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import mlx.core as mx
 import numpy as np
@@ -16,9 +20,19 @@ Shape = tuple[int, int, int]  # H, S, D
 RoleName = Literal["k", "v"]
 Frame = Literal["post", "pre"]
 Layout = dict[str, tuple[str, tuple[int, ...]]]
+Given = Mapping[str, mx.array]
 
-DTYPES = {"U8": mx.uint8, "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}  # safetensors name -> dtype of a part
+DTYPES = {
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "U32": mx.uint32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
+}  # safetensors name -> dtype of a part
 FLOATS = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST = 1e36  # beyond it a float32 sum over a row could overflow
 SMALLEST = 2.0**-120  # below it a row's values, or a group's step, count as zero
 FLOAT16_MAX = 65504.0
@@ -35,6 +49,34 @@ class Codec(ABC):
     def tokens_together(self) -> int:
         """Tokens that share an entry of a part: blocks of rows start at multiples of it."""
         return 1
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Decoded rows that encode and decode take as `given`: "k", this layer's keys; "k-" and "v-", keys and values of layer `after`."""
+        return ()
+
+    @property
+    def after(self) -> str | None:
+        """Name of the layer that "k-" and "v-" come from, or None."""
+        return None
+
+    @property
+    def eager(self) -> bool:
+        """Whether the sizes of the parts are known only once they are encoded: the layout then has -1 in their place."""
+        return False
+
+    @property
+    def calibration(self) -> str | None:
+        """blake3 of the calibration file whose tables this codec lacks, or None where it lacks none."""
+        return None
+
+    def with_tables(self, tables: Any) -> "Codec":
+        """The codec with the tables of its layer and role from the calibration `calibration`.
+
+        Raises:
+            ValueError: tables of another kind or shape than the codec's parameters say.
+        """
+        raise ValueError(f"[{self.id}] takes no tables.")
 
     @classmethod
     @abstractmethod
@@ -85,14 +127,18 @@ class Codec(ABC):
         Args:
             shape: (H, S, D).
             dtype: float16, bfloat16 or float32.
+
+        Returns:
+            Part name -> (dtype, shape); a size of -1 is any, of an `eager` codec alone.
         """
 
     @abstractmethod
-    def encode(self, x: mx.array) -> dict[str, mx.array]:
+    def encode(self, x: mx.array, given: Given | None = None) -> dict[str, mx.array]:
         """Compress an array.
 
         Args:
             x: (H, S, D), float16, bfloat16 or float32; S may be 0.
+            given: each of `needs` -> float32 (H, S, D), keys before RoPE, of the same tokens as x. A codec without needs takes none.
 
         Returns:
             The parts of `layout(x.shape, x.dtype)`, evaluated. Temporaries take a few times BLOCK_VALUES.
@@ -103,20 +149,27 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+    def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype, given: Given | None = None) -> mx.array:
         """Rebuild the array.
 
         Args:
             parts: what `encode` returned, or the same read from a file; a BF16 part may come as its uint16 bits.
             shape: (H, S, D) of the array that was encoded.
             dtype: of the result.
+            given: as in `encode`; what encode saw and decode sees must be the same bits.
 
         Raises:
             ValueError: a part is missing, or has another dtype or shape than `layout` says.
         """
 
     def nbytes(self, shape: Shape, dtype: mx.Dtype) -> int:
-        """Bytes of all parts, side information included, before any padding of the container."""
+        """Bytes of all parts, side information included, before any padding of the container.
+
+        Raises:
+            ValueError: an eager codec, whose sizes the shape does not tell.
+        """
+        if self.eager:
+            raise ValueError(f"[{self.id}] sizes are known only once the rows are encoded.")
         return sum(DTYPES[part_dtype].size * prod(part_shape) for part_dtype, part_shape in self.layout(shape, dtype).values())
 
     def _check_input(self, x: mx.array) -> None:
@@ -138,6 +191,20 @@ class Codec(ABC):
             f"[{self.id}] {len(bad)} of {x.size} values are NaN, infinite or beyond {LARGEST:g}: {shown}{more}; --codec raw stores them."
         )
 
+    def _checked_given(self, given: Given | None, shape: Shape) -> dict[str, mx.array]:
+        """The rows that `needs` names."""
+        checked = {}
+        for name in self.needs:
+            if given is None or name not in given:
+                raise ValueError(f"[{self.id}] needs the decoded rows {name!r}; got {sorted(given or ())}.")
+            rows = given[name]
+            if rows.dtype != mx.float32 or rows.ndim != 3 or rows.shape[1] != shape[1]:
+                raise ValueError(
+                    f"[{self.id}] given {name!r} must be float32 (H, {shape[1]}, D), but got {rows.dtype} {tuple(rows.shape)}."
+                )
+            checked[name] = rows
+        return checked
+
     def _checked_parts(self, parts: dict[str, mx.array], layout: Layout) -> dict[str, mx.array]:
         """The parts of a layout, BF16 ones as bfloat16 arrays."""
         checked = {}
@@ -147,11 +214,16 @@ class Codec(ABC):
             part = parts[name]
             if dtype == "BF16" and part.dtype == mx.uint16:
                 part = part.view(mx.bfloat16)
-            got = "U8" if part.dtype == mx.uint8 else FLOATS.get(part.dtype, str(part.dtype))
-            if got != dtype or tuple(part.shape) != shape:
+            got = _NAMES.get(part.dtype, str(part.dtype))
+            if got != dtype or not fits(tuple(part.shape), shape):
                 raise ValueError(f"[{self.id}] part {name!r} must be {dtype} {shape}, but got {got} {tuple(part.shape)}.")
             checked[name] = part
         return checked
+
+
+def fits(shape: tuple[int, ...], laid_out: tuple[int, ...]) -> bool:
+    """Whether an array of this shape is what a layout says, in which -1 is any size."""
+    return len(shape) == len(laid_out) and all(want in (-1, size) for size, want in zip(shape, laid_out, strict=True))
 
 
 def token_blocks(shape: Shape, multiple: int = 1) -> Iterator[slice]:
