@@ -3,11 +3,11 @@
 SPEC  = CODEC | FIELD, or several, with commas      rvq-2+2        rabitq,sink=4,recent=32        k=rabitq,v=rvq-2+2,frame=pre
 FIELD = k=CODEC | v=CODEC | sink=N | recent=N | frame=post|pre
 CODEC = raw | rvq-N[:OPTION...] | rvq-A+B[:OPTION...] | rabitq[:OPTION...] | rabitq-N[:OPTION...] | affine-N[:AFFINE...]
-      | commvq-N[:PLANES] | vecinfer-N[:VECINFER...] | qjl[:QJL...] | qjl-N[:QJL...]
+      | commvq-N[:PLANES] | vecinfer-N[:SMOOTH] | qjl[:QJL...] | qjl-N[:QJL...]
 OPTION = norm | ls | unbiased | center | nocenter | seed=N
 AFFINE = group=N | channel | token
 PLANES = first=N:dims=N                               rotary entries, found from the model where it is there
-VECINFER = smooth | nosmooth | sub=4|8
+SMOOTH = smooth | nosmooth
 QJL = center | nocenter | seed=N
 """
 

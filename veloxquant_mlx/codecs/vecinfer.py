@@ -5,11 +5,34 @@
     y^ = words[code]        each `sub` neighbouring entries of y by their nearest word of 2^b
     x^ = (y^ H) lambda      keys; values x^ = y^
 
-H is the orthonormal Walsh-Hadamard matrix, hence D a power of two for keys. lambda takes outlier channels out, H spreads what is left.
+H is the orthonormal Walsh-Hadamard matrix, hence D a power of two for keys. lambda takes outlier channels out, H spreads what is left
+(Yao et al. 2025, arXiv 2510.06175; `allocators.vecinfer`). The factor 1 / u, which the paper's lambda lacks, goes into the words and keeps
+lambda within (0, 1]. Words come from k-means on a sample of the rows being coded, the same for the same rows.
+
+Parts: codes (H, S, ceil(D / sub b / 8)) U8, `lsb8`; words (2^b, sub) BF16; for keys smooth (H, D) BF16: lambda. No number per token.
+With a batch axis in front of the codes they are the operands of `metal.fused_sdpa.metal_fused_sdpa` with packed="lsb8", which takes one
+table for all heads (so are the words shared: a table per head would take 256 sub 16 bits a head) and D / sub up to 16: heads of 64 for
+words of 4 entries, of 128 for words of 8. A query becomes (q lambda) H once; a score is then a sum of D / sub entries of a table of
+<q's part, word> (`compute_query_lut`). Per token D N / 8 bytes are read of keys, and as many of values.
+
+    vecinfer-2     4 entries, 8 bits     2.20 bits a value of keys with all parts, 3 heads of 64 and 512 tokens
+    vecinfer-1.5   4 entries, 6 bits     1.57    (1.25 and 1.75: 5 and 7 bits)
+    vecinfer-1     8 entries, 8 bits     1.36
+
+Measured as in `rvq`, KL and top-1, on tests/texts/chat.txt alone (the first text of `python -m tests.measure_codec_defaults`):
+
+    no row exact        keys alone       values alone     both
+    vecinfer-2          .1254  .836      .0773  .836      .2094  .773
+    rvq-2               .0303  .934      .0128  .973      .0467  .926
+    4 first and 32 last exact, both:
+    vecinfer-2          .0563  .863      vecinfer-1.5     .1032  .812      vecinfer-1       .1100  .836
+    rvq-2               .0232  .930                                        rvq-1            .0776  .887
+
+Without a scale per token the words serve the many rows: a sink, whose rows are unlike the others and looked at by most heads, must be
+kept exact (`sink=4`). Keys are coded after RoPE, as the kernel reads them. Every array coded takes a k-means on the host.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -22,7 +45,7 @@ from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, SMALLEST, Codec, Fr
 from veloxquant_mlx.codecs._bits import pack, packed_bytes, unpack
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
 
-SUBS = (4, 8)
+RATES = {"1": (8, 8), "1.25": (4, 5), "1.5": (4, 6), "1.75": (4, 7), "2": (4, 8)}  # bits a value: entries of a word, bits of a code
 SMALLEST_PEAK = 2.0**-40  # of a channel, relative to u: lambda is at least 2^-20
 _SAMPLE_ROWS = 1024  # rows that words are learnt from
 _SAMPLE_POINTS = 1 << 13  # sub-vectors of them
@@ -34,8 +57,7 @@ class VecInfer(Codec):
     """Words for runs of neighbouring entries.
 
     Attributes:
-        sub: entries of a word, 4 or 8.
-        bits: of a code, `sub` (one bit a value) to 8.
+        sub, bits: entries of a word and bits of a code, a pair of `RATES`.
         smooth: whether rows are smoothed and rotated first.
     """
 
@@ -49,27 +71,18 @@ class VecInfer(Codec):
         name, *options = text.split(":")
         if not name.startswith("vecinfer"):
             return None
-        if name not in ("vecinfer-1", "vecinfer-1.25", "vecinfer-1.5", "vecinfer-1.75", "vecinfer-2"):
-            raise ValueError(f"[codec] {name!r}: write vecinfer-N with N in 1, 1.25, 1.5, 1.75, 2 (vecinfer-2).")
-        rate = float(name[9:])
-        sub, smooth = _default_sub(rate), role == "k"
+        if name.removeprefix("vecinfer-") not in RATES:
+            raise ValueError(f"[codec] {name!r}: write vecinfer-N with N in {', '.join(RATES)} (vecinfer-2).")
+        smooth = role == "k"
         for word in options:
-            if word in ("smooth", "nosmooth"):
-                smooth = word == "smooth"
-            elif re.fullmatch(r"sub=[48]", word) and int(word[4:]) * rate <= 8:
-                sub = int(word[4:])
-            else:
-                raise ValueError(f"[codec] {text!r}: unknown option {word!r}; there are smooth, nosmooth, sub=4, and sub=8 for vecinfer-1.")
-        return cls(sub, int(rate * sub), smooth)
+            if word not in ("smooth", "nosmooth"):
+                raise ValueError(f"[codec] {text!r}: unknown option {word!r}; there are smooth, nosmooth.")
+            smooth = word == "smooth"
+        return cls(*RATES[name.removeprefix("vecinfer-")], smooth)
 
     def spec(self, role: RoleName | None = None) -> str:
-        rate = self.bits / self.sub
-        words = [f"vecinfer-{rate:g}"]
-        if self.sub != _default_sub(rate):
-            words.append(f"sub={self.sub}")
-        if role is None or self.smooth != (role == "k"):
-            words.append("smooth" if self.smooth else "nosmooth")
-        return ":".join(words)
+        word = "" if role is not None and self.smooth == (role == "k") else ":smooth" if self.smooth else ":nosmooth"
+        return f"vecinfer-{self.bits / self.sub:g}{word}"
 
     def to_params(self) -> dict:
         return {"sub": self.sub, "bits": self.bits, "smooth": self.smooth}
@@ -77,10 +90,8 @@ class VecInfer(Codec):
     @classmethod
     def from_params(cls, params: dict) -> Self:
         sub, bits, smooth = (params.get(key) for key in ("sub", "bits", "smooth"))
-        if type(sub) is not int or sub not in SUBS:
-            raise ManifestError(f"sub must be 4 or 8, but got {sub!r:.40}")
-        if type(bits) is not int or not sub <= bits <= 8:
-            raise ManifestError(f"bits must be an integer in {sub}..8 for sub {sub}, but got {bits!r:.40}")
+        if type(sub) is not int or type(bits) is not int or (sub, bits) not in RATES.values():
+            raise ManifestError(f"sub and bits must be 4 and 5 to 8, or 8 and 8, but got {sub!r:.40} and {bits!r:.40}")
         if type(smooth) is not bool:
             raise ManifestError(f"smooth must be a boolean, but got {smooth!r:.40}")
         return cls(sub, bits, smooth)
@@ -136,12 +147,9 @@ class VecInfer(Codec):
         out = mx.zeros(shape, dtype)
         for tokens in token_blocks(shape):
             codes = unpack(parts["codes"][:, tokens], self.bits, shape[2] // self.sub)
+            block = dequantize_vq(codes, words)
             if self.smooth:
-                # Divided before the sums, so that those of values up to LARGEST stay finite.
-                block = mx.hadamard_transform(dequantize_vq(codes, words / math.sqrt(shape[2])), scale=1.0)
-                block = block * parts["smooth"].astype(mx.float32)[:, None]
-            else:
-                block = dequantize_vq(codes, words)
+                block = mx.hadamard_transform(block) * parts["smooth"].astype(mx.float32)[:, None]
             out[:, tokens] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
             mx.eval(out)
         return out
@@ -163,10 +171,6 @@ class VecInfer(Codec):
         if not self.takes(dim):
             wanted = "a power of two, at least" if self.smooth else "a multiple of"
             raise ValueError(f"[{self.id}] head_dim must be {wanted} {self.sub}, but got {dim}.")
-
-
-def _default_sub(rate: float) -> int:
-    return 8 if rate == 1 else 4
 
 
 def _peaks(x: mx.array) -> mx.array:
