@@ -292,7 +292,7 @@ def parse(obj: JSON) -> Manifest:
         schema=schema,
         requires=requires,
         producer={name: node.text() for name, node in root.key("producer").items()},
-        model=_model(root.key("model")),
+        model=model_of(root.key("model")),
         tokens=tokens,
         length=length,
         codecs=codecs,
@@ -303,7 +303,8 @@ def parse(obj: JSON) -> Manifest:
     )
 
 
-def _model(node: Node) -> ModelInfo:
+def model_of(node: Node) -> ModelInfo:
+    """A model object of a manifest."""
     return ModelInfo(
         name=node.key("name").text(),
         architecture=node.key("architecture").text(),
