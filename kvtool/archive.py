@@ -14,9 +14,10 @@ from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 from formats.container import Reader, open_container, write_container
 from formats.errors import IncompatibleError
 from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Tokens
+from kvtool.calibrations import Calibration, Shelf, shelf_of
 from kvtool.capturing import Snapshot, vocabulary
 from kvtool.compat import check_identity, check_layers, check_ropes, check_rows
-from kvtool.decoding import decode_cache
+from kvtool.decoding import Decoder
 from kvtool.encoding import Encoder
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
@@ -259,10 +260,12 @@ class Archive:
     Attributes:
         path: the file.
         manifest: what its header says.
+        decoder: decodes its layers.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, shelf: Shelf | None = None) -> None:
         self.reader = reader
+        self.decoder = Decoder(reader, shelf)
         self.path = reader.path
         self.manifest = reader.manifest
 
@@ -287,7 +290,7 @@ class Archive:
 
     def state(self, layer: int) -> CacheState:
         """One layer decoded."""
-        return decode_cache(self.reader, self.manifest.layers[layer])
+        return self.decoder.cache(str(layer))
 
     def check(self, model: LoadedModel, *, allow_mismatch: bool = False) -> tuple[CacheProbe, ...]:
         """Whether this file can live in `model`; returns the model's layer table.
@@ -362,16 +365,26 @@ def cast_note(casts: Sequence[str]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def open(path: str | os.PathLike[str]) -> Archive:
+def open(path: str | os.PathLike[str], *, calibration: str | os.PathLike[str] | Calibration | None = None) -> Archive:
     """Open a file; reads its header alone.
 
+    Args:
+        path: the file.
+        calibration: a calibration, or the file of one, that its codecs may need; others are looked for in the store.
     Raises:
         FormatError, IntegrityError: what is wrong with the file, by name.
     """
-    return Archive(open_container(path))
+    return Archive(open_container(path), shelf_of(calibration))
 
 
-def load(source: str | os.PathLike[str], model: LoadedModel, *, allow_mismatch: bool = False, progress: Progress | None = None) -> Restored:
-    """Open a file and bring its cache to life in `model`; see `Archive.load`."""
-    with open(source) as archive:
+def load(
+    source: str | os.PathLike[str],
+    model: LoadedModel,
+    *,
+    allow_mismatch: bool = False,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
+    progress: Progress | None = None,
+) -> Restored:
+    """Open a file and bring its cache to life in `model`; see `open` and `Archive.load`."""
+    with open(source, calibration=calibration) as archive:
         return archive.load(model, allow_mismatch=allow_mismatch, progress=progress)

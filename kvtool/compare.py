@@ -9,7 +9,7 @@ import mlx.core as mx
 from formats.container import Reader
 from formats.errors import IncompatibleError
 from formats.manifest import CacheInfo
-from kvtool.decoding import decode_role
+from kvtool.decoding import Decoder
 from kvtool.encoding import energy
 from kvtool.states import Quantized
 
@@ -22,25 +22,27 @@ def layer_differences(a: Reader, b: Reader) -> list[dict[str, Any]]:
     """
     if len(a.manifest.layers) != len(b.manifest.layers):
         raise IncompatibleError(f"{len(a.manifest.layers)} layers, but {b.path} has {len(b.manifest.layers)}", path=a.path)
+    sides = Decoder(a), Decoder(b)
     return [
         entry
         for i, (x, y) in enumerate(zip(a.manifest.layers, b.manifest.layers, strict=True))
-        for entry in _differences(str(i), a, x, b, y)
+        for entry in _differences(str(i), sides[0], x, sides[1], y)
     ]
 
 
-def _differences(name: str, a: Reader, x: CacheInfo, b: Reader, y: CacheInfo) -> Iterator[dict[str, Any]]:
+def _differences(name: str, a: Decoder, x: CacheInfo, b: Decoder, y: CacheInfo) -> Iterator[dict[str, Any]]:
+    paths = a.reader.path, b.reader.path
     if len(x.caches) != len(y.caches):
-        raise IncompatibleError(f"layer {name} has {len(x.caches)} caches, but in {b.path} {len(y.caches)}", path=a.path)
+        raise IncompatibleError(f"layer {name} has {len(x.caches)} caches, but in {paths[1]} {len(y.caches)}", path=paths[0])
     for i, (p, q) in enumerate(zip(x.caches, y.caches, strict=True)):
         yield from _differences(f"{name}.{i}", a, p, b, q)
     for role in ("k", "v"):
-        left, right = decode_role(a, getattr(x, role), x.positions), decode_role(b, getattr(y, role), y.positions)
+        left, right = a.role(name, role), b.role(name, role)
         if left is None and right is None:
             continue
         if left is None or right is None or left.shape != right.shape:
             shapes = [None if v is None else tuple(v.shape) for v in (left, right)]
-            raise IncompatibleError(f"layer {name} {role} is {shapes[0]}, but in {b.path} {shapes[1]}", path=a.path)
+            raise IncompatibleError(f"layer {name} {role} is {shapes[0]}, but in {paths[1]} {shapes[1]}", path=paths[0])
         p32, q32 = (_plain(v).astype(mx.float32) for v in (left, right))
         # Equal is equal, infinities and NaN too; where only one side is finite the error is NaN.
         same = (p32 == q32) | (mx.isnan(p32) & mx.isnan(q32))

@@ -1,17 +1,19 @@
 """Turn manifest entries and their tensors back into cache states, one (layer, role) at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from formats.container import Reader
-from formats.errors import IncompatibleError, ManifestError
+from formats.errors import IncompatibleError, KVError, ManifestError
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
+from kvtool.calibrations import KINDS, Shelf
 from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, Positions, decode_blocks, takes_dim, unrotated
 from kvtool.rope_limits import MAX_ROPE_DIMS, beyond_limits
 from kvtool.states import CacheState, Quantized
-from veloxquant_mlx.codecs import CODECS, Codec
+from veloxquant_mlx.codecs import CODECS, Codec, token_blocks
+from veloxquant_mlx.codecs._base import fits
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
@@ -29,35 +31,243 @@ CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 
 
-def decode_cache(reader: Reader, info: CacheInfo) -> CacheState:
-    """A cache's state with K and V decoded (mlx-lm's own quantised triplets stay as they are).
+Span = tuple[int, int]
 
-    Raises:
-        IntegrityError: a tensor's bytes do not match their digest.
-        ManifestError: tensors that do not fit their codec, or a class without what it needs.
-        IncompatibleError: a codec or cache class this version does not know.
+
+class Decoder:
+    """Decodes the caches of one file, in any order; in the file's order each is decoded once.
+
+    A codec may be predicted from other decoded rows: from this layer's keys, or from the layer before. Those are decoded first, and
+    kept, before RoPE and in float32, until the layer that follows has been decoded: one layer's rows at a time.
+
+    Args:
+        reader: the file.
+        shelf: where calibrations are found.
     """
-    check_class(reader.path, info)
-    k = decode_role(reader, info.k, info.positions)
-    v = decode_role(reader, info.v, info.positions)
-    if isinstance(k, Quantized) != isinstance(v, Quantized):
-        k, v = (x.dequantize() if isinstance(x, Quantized) else x for x in (k, v))
-    for value in (k, v):
-        stated = (info.params.get("bits"), info.params.get("group_size"))
-        if isinstance(value, Quantized) and info.cls == "QuantizedKVCache" and (value.bits, value.group_size) != stated:
-            raise ManifestError(f"{info.cls} of {stated} bits and group size holds {(value.bits, value.group_size)}", path=reader.path)
-    return CacheState(
-        cls=info.cls,
-        attention=info.attention,
-        window=info.window,
-        offset=info.offset,
-        positions=info.positions,
-        params=dict(info.params),
-        k=k,
-        v=v,
-        arrays=tuple(None if a is None else decode_array(reader, a) for a in info.arrays),
-        caches=tuple(decode_cache(reader, c) for c in info.caches),
-    )
+
+    def __init__(self, reader: Reader, shelf: Shelf | None = None) -> None:
+        self.reader = reader
+        self.shelf = Shelf() if shelf is None else shelf
+        self._leaves = dict(_named(reader.manifest.layers))
+        self._order = {name: i for i, name in enumerate(self._leaves)}
+        self._codecs: dict[int, Codec] = {}
+        self._bare: dict[int, Codec] = {}
+        self._kept: dict[tuple[str, str, Span], mx.array] = {}
+        self._followed: set[str] | None = None
+
+    def cache(self, name: str) -> CacheState:
+        """State of the cache "3", or "3.1" in a list, with K and V decoded (mlx-lm's own quantised triplets stay as they are).
+
+        Raises:
+            IntegrityError: a tensor's bytes do not match their digest.
+            ManifestError: tensors that do not fit their codec, or a class without what it needs.
+            IncompatibleError: a codec or cache class this version does not know, or a calibration that is not here.
+        """
+        info, path = self._leaves[name], self.reader.path
+        check_class(path, info)
+        k, v = self.role(name, "k"), self.role(name, "v")
+        if isinstance(k, Quantized) != isinstance(v, Quantized):
+            k, v = (x.dequantize() if isinstance(x, Quantized) else x for x in (k, v))
+        for value in (k, v):
+            stated = (info.params.get("bits"), info.params.get("group_size"))
+            if isinstance(value, Quantized) and info.cls == "QuantizedKVCache" and (value.bits, value.group_size) != stated:
+                raise ManifestError(f"{info.cls} of {stated} bits and group size holds {(value.bits, value.group_size)}", path=path)
+        return CacheState(
+            cls=info.cls,
+            attention=info.attention,
+            window=info.window,
+            offset=info.offset,
+            positions=info.positions,
+            params=dict(info.params),
+            k=k,
+            v=v,
+            arrays=tuple(None if a is None else decode_array(self.reader, a) for a in info.arrays),
+            caches=tuple(self.cache(f"{name}.{i}") for i in range(len(info.caches))),
+        )
+
+    def role(self, name: str, role: str) -> mx.array | Quantized | None:
+        """K or V of one cache: (H, S, D) as it stood in the live cache."""
+        info = self._leaves[name]
+        about = self._about(name, role)
+        if about is None:
+            return None
+        check_role(self.reader.path, about)
+        if len(about.segments) == 1 and self.reader.manifest.codecs[about.segments[0].codec].id == MLX_AFFINE:
+            return _triplet(self.reader, about, about.segments[0])
+        at = Positions(info.positions)
+        pieces = [self.segment(name, role, segment, at) for segment in about.segments]
+        whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+        mx.eval(whole)
+        del pieces
+        mx.clear_cache()
+        return whole
+
+    def segment(self, name: str, role: str, segment: Segment, positions: Positions) -> mx.array:
+        """Rows of one segment, (H, rows, D) in the role's dtype, as cached (RoPE applied where they were stored before it)."""
+        about = self._about(name, role)
+        assert about is not None
+        dtype, (start, stop) = FLOATS[about.dtype], segment.rows
+        shape = (about.heads, stop - start, about.dim)
+        if self.reader.manifest.codecs[segment.codec].id == MLX_AFFINE:
+            return _triplet(self.reader, about, segment).dequantize().astype(dtype)
+        codec = self.codec(segment.codec)
+        if isinstance(codec, Raw):
+            stored = part_dtypes(self.reader, segment, codec, shape)["data"]
+            # Exact rows of a float32 cache may take 16 bits; nothing else is narrower or wider than the cache.
+            if stored != about.dtype and (stored, about.dtype) != ("F16", "F32"):
+                raise ManifestError(f"rows of a {about.dtype} cache are stored as {stored}", path=self.reader.path)
+        rope = self._rope(about, segment)
+        if isinstance(codec, Raw) and rope is None:
+            rows = codec.decode(read_parts(self.reader, segment, codec, shape), shape, dtype)
+            mx.eval(rows)
+            return rows
+        at = positions.of(start, stop)
+        rows = mx.zeros(shape, dtype)
+        for first, last, block in self._blocks(name, role, segment):
+            if rope is not None:
+                block = rotate(block, at[first:last], unrotated(rope), rope)
+            # A value close to float16's end must not become Inf by the codec's error.
+            rows[:, first:last] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
+            mx.eval(rows)
+        return rows
+
+    def codec(self, index: int) -> Codec:
+        """The codec at an index of the file's table, with its tables.
+
+        Raises:
+            IncompatibleError: not known, or its calibration is not here.
+            ManifestError: parameters that are not valid, or do not fit the calibration.
+        """
+        if index not in self._codecs:
+            codec, path = self._without_tables(index), self.reader.path
+            if codec.calibration is not None:
+                try:
+                    codec = self.shelf.complete(codec, self.reader.manifest.model.name)
+                except ValueError as error:
+                    raise ManifestError(f"codec {codec.id!r} does not fit calibration {codec.calibration}: {error}", path=path) from error
+                except KVError as error:
+                    error.path = error.path or path
+                    raise
+            self._codecs[index] = codec
+        return self._codecs[index]
+
+    def _without_tables(self, index: int) -> Codec:
+        if index not in self._bare:
+            self._bare[index] = codec_of(self.reader.path, self.reader.manifest.codecs[index])
+        return self._bare[index]
+
+    def _calibrated(self, name: str, roles: str = "kv") -> Iterator[tuple[Segment, Codec]]:
+        """The segments of a cache's calibrated codecs, which alone are predicted from others, with these codecs but for their tables."""
+        for about in (self._about(name, role) for role in roles):
+            for segment in () if about is None else about.segments:
+                if self.reader.manifest.codecs[segment.codec].id in KINDS:
+                    yield segment, self._without_tables(segment.codec)
+
+    def _about(self, name: str, role: str) -> Role | None:
+        return self._leaves[name].k if role == "k" else self._leaves[name].v
+
+    def _rope(self, about: Role, segment: Segment) -> RopeSpec | None:
+        """The rotation to apply to a segment's decoded rows, or None."""
+        if segment.frame != "pre":
+            return None
+        rope = rope_of(self.reader, about.rope)
+        if rope is None or rope.first + rope.dims > about.dim:
+            what = "no RoPE" if rope is None else f"RoPE on entries {rope.first} to {rope.first + rope.dims}"
+            raise ManifestError(f"rows are stored before RoPE, but the file has {what} for head_dim {about.dim}", path=self.reader.path)
+        return rope
+
+    def _blocks(self, name: str, role: str, segment: Segment) -> Iterator[tuple[int, int, mx.array]]:
+        """(start, stop, float32 rows as they were coded) of a segment, kept where others are predicted from them."""
+        about = self._about(name, role)
+        assert about is not None
+        key, shape = (name, role, segment.rows), (about.heads, segment.rows[1] - segment.rows[0], about.dim)
+        if key in self._kept:
+            rows = self._kept[key]
+            yield from ((tokens.start, tokens.stop, rows[:, tokens]) for tokens in token_blocks(shape))
+            return
+        codec = self.codec(segment.codec)
+        if not takes_dim(codec, about.dim):
+            raise ManifestError(f"codec {codec.id} does not take head_dim {about.dim}", path=self.reader.path)
+        given = self._given(name, role, codec, segment.rows)
+        parts = read_parts(self.reader, segment, codec, shape)
+        keep = mx.zeros(shape, mx.float32) if self._is_needed(name, role, segment.rows) else None
+        try:
+            for first, last, block in decode_blocks(codec, parts, shape, given):
+                if keep is not None:
+                    keep[:, first:last] = block
+                    mx.eval(keep)
+                yield first, last, block
+        except ValueError as error:
+            if not codec.needs:
+                raise
+            raise ManifestError(f"{name}.{role} cannot be predicted: {error}", path=self.reader.path) from error
+        if keep is not None:
+            self._keep(key, keep)
+
+    def _keep(self, key: tuple[str, str, Span], rows: mx.array) -> None:
+        """Hold decoded rows, and let go of those of layers that neither these nor the next layer's are predicted from."""
+        before = self._after(key[0])
+        self._kept = {k: kept for k, kept in self._kept.items() if k[0] in (key[0], before)}
+        self._kept[key] = rows
+
+    def _is_needed(self, name: str, role: str, span: Span) -> bool:
+        """Whether other rows are predicted from a segment's. No tables are looked for: that one is missing is no matter of other layers."""
+        if self._followed is None:
+            self._followed = {after for leaf in self._leaves if (after := self._after(leaf)) is not None}
+        own = role == "k" and any("k" in codec.needs for segment, codec in self._calibrated(name, "v") if segment.rows == span)
+        return own or name in self._followed
+
+    def _after(self, name: str) -> str | None:
+        """The layer that a layer's rows are predicted from, or None.
+
+        Raises:
+            ManifestError: not one layer, or none that comes before.
+        """
+        after = {codec.after for _, codec in self._calibrated(name) if codec.after is not None}
+        if len(after) > 1 or any(self._order.get(a, len(self._order)) >= self._order[name] for a in after):
+            what = f"layer {name} is predicted from {', '.join(map(repr, sorted(after)))}, not from one layer before it"
+            raise ManifestError(what[:200], path=self.reader.path)
+        return next(iter(after), None)
+
+    def _given(self, name: str, role: str, codec: Codec, span: Span) -> dict[str, mx.array] | None:
+        """What the rows of a segment are predicted from, decoding what is not there, from the first layer that is missing on."""
+        if not codec.needs:
+            return None
+        before, wanted = self._after(name), {"k": (name, "k")}
+        if before is not None:
+            wanted |= {"k-": (before, "k"), "v-": (before, "v")}
+        chain: list[str] = []
+        while before is not None and any((before, r, span) not in self._kept for r in "kv"):
+            chain.append(before)
+            before = self._after(before)
+        for layer in reversed(chain):
+            for r in "kv":
+                self._decode_whole(layer, r, span)
+        if "k" in codec.needs and (name, "k", span) not in self._kept:
+            self._decode_whole(name, "k", span)
+        missing = [need for need in codec.needs if need not in wanted]
+        if missing:
+            raise ManifestError(f"{name}.{role} is predicted from {missing[0]!r}, but names no layer before it", path=self.reader.path)
+        return {need: self._kept[(*wanted[need], span)] for need in codec.needs}
+
+    def _decode_whole(self, name: str, role: str, span: Span) -> None:
+        """Bring a segment's rows into `_kept`."""
+        about = self._about(name, role)
+        segment = None if about is None else next((s for s in about.segments if s.rows == span), None)
+        if about is None or segment is None or self.reader.manifest.codecs[segment.codec].id == MLX_AFFINE:
+            what = f"rows {span[0]} to {span[1]} of {name}.{role}, that others are predicted from, are not one coded segment"
+            raise ManifestError(what, path=self.reader.path)
+        if segment.frame == "post" and about.rope is not None:
+            raise ManifestError(f"rows of {name}.{role}, that others are predicted from, are stored after RoPE", path=self.reader.path)
+        for _ in self._blocks(name, role, segment):
+            pass
+
+
+def _named(layers: Sequence[CacheInfo], prefix: str = "") -> Iterator[tuple[str, CacheInfo]]:
+    """Every cache by its name, "3" or "3.1", in the file's order."""
+    for i, info in enumerate(layers):
+        yield f"{prefix}{i}", info
+        yield from _named(info.caches, f"{prefix}{i}.")
 
 
 def check_class(path: str, info: CacheInfo) -> None:
@@ -84,65 +294,11 @@ def decode_array(reader: Reader, array: StateArray) -> mx.array:
     return to_mlx(reader.array(tensor.name), array.dtype)
 
 
-def decode_role(reader: Reader, role: Role | None, positions: Sequence[tuple[int, int]]) -> mx.array | Quantized | None:
-    """K or V of one cache: (H, S, D) as it stood in the live cache."""
-    if role is None:
-        return None
-    check_role(reader.path, role)
-    if len(role.segments) == 1 and reader.manifest.codecs[role.segments[0].codec].id == MLX_AFFINE:
-        return _triplet(reader, role, role.segments[0])
-    at = Positions(positions)
-    pieces = [decode_segment(reader, role, segment, at) for segment in role.segments]
-    whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-    mx.eval(whole)
-    del pieces
-    mx.clear_cache()
-    return whole
-
-
 def check_role(path: str, role: Role) -> None:
     """Raise ManifestError for keys or values that are no MLX array: no heads, no rows (an empty cache has no role), or too many."""
     rows = role.segments[-1].rows[1] if role.segments else 0
     if role.heads < 1 or not 1 <= rows < 1 << 31:
         raise ManifestError(f"keys or values of {role.heads} heads and {rows} rows", path=path)
-
-
-def decode_segment(reader: Reader, role: Role, segment: Segment, positions: Positions) -> mx.array:
-    """Rows of one segment, (H, rows, D) in the role's dtype, as cached (RoPE applied where they were stored before it)."""
-    dtype = FLOATS[role.dtype]
-    start, stop = segment.rows
-    shape = (role.heads, stop - start, role.dim)
-    info = reader.manifest.codecs[segment.codec]
-    if info.id == MLX_AFFINE:
-        return _triplet(reader, role, segment).dequantize().astype(dtype)
-    codec = codec_of(reader.path, info)
-    if not takes_dim(codec, role.dim):
-        raise ManifestError(f"codec {codec.id} does not take head_dim {role.dim}", path=reader.path)
-    if isinstance(codec, Raw):
-        stored = part_dtypes(reader, segment, codec, shape)["data"]
-        # Exact rows of a float32 cache may take 16 bits; nothing else is narrower or wider than the cache.
-        if stored != role.dtype and (stored, role.dtype) != ("F16", "F32"):
-            raise ManifestError(f"rows of a {role.dtype} cache are stored as {stored}", path=reader.path)
-    rope = None
-    if segment.frame == "pre":
-        rope = rope_of(reader, role.rope)
-        if rope is None or rope.first + rope.dims > role.dim:
-            what = "no RoPE" if rope is None else f"RoPE on entries {rope.first} to {rope.first + rope.dims}"
-            raise ManifestError(f"rows are stored before RoPE, but the file has {what} for head_dim {role.dim}", path=reader.path)
-    parts = read_parts(reader, segment, codec, shape)
-    if isinstance(codec, Raw) and rope is None:
-        rows = codec.decode(parts, shape, dtype)
-        mx.eval(rows)
-        return rows
-    at = positions.of(start, stop)
-    rows = mx.zeros(shape, dtype)
-    for first, last, block in decode_blocks(codec, parts, shape):
-        if rope is not None:
-            block = rotate(block, at[first:last], unrotated(rope), rope)
-        # A value close to float16's end must not become Inf by the codec's error.
-        rows[:, first:last] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
-        mx.eval(rows)
-    return rows
 
 
 def rope_of(reader: Reader, index: int | None) -> RopeSpec | None:
@@ -192,7 +348,7 @@ def part_dtypes(reader: Reader, segment: Segment, codec: Codec, shape: tuple[int
         )
     for part, (dtype, part_shape) in wanted.items():
         tensor = reader.tensors[segment.tensors[part]]
-        if (tensor.dtype, tuple(tensor.shape)) != (dtype, tuple(part_shape)):
+        if tensor.dtype != dtype or not fits(tuple(tensor.shape), tuple(part_shape)):
             raise ManifestError(
                 f"tensor {tensor.name} is {tensor.dtype} {tuple(tensor.shape)}, but codec {codec.id} needs {dtype} {tuple(part_shape)}",
                 path=reader.path,

@@ -20,6 +20,7 @@ from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.rope_limits import beyond_limits
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import Codec, CodecPlan, token_blocks
+from veloxquant_mlx.codecs._base import Given
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
@@ -317,13 +318,18 @@ class SegmentWork:
         return whole
 
 
-def decode_blocks(codec: Codec, parts: dict[str, mx.array], shape: tuple[int, int, int]) -> Iterator[tuple[int, int, mx.array]]:
-    """(start, stop, float32 rows) of an encoded array, a block of tokens at a time.
+def decode_blocks(
+    codec: Codec, parts: dict[str, mx.array], shape: tuple[int, int, int], given: Given | None = None
+) -> Iterator[tuple[int, int, mx.array]]:
+    """(start, stop, float32 rows) of an encoded array, a block of tokens at a time; all at once of an eager codec.
 
     A part whose layout depends on the number of tokens has them on axis 1, one by one or in groups; the others (a mean) go with
     every block.
     """
     heads, rows, dim = shape
+    if codec.eager:
+        yield 0, rows, codec.decode(parts, shape, mx.float32, *(() if given is None else (given,)))
+        return
     group = codec.tokens_together
     more = codec.layout((heads, rows + group, dim), mx.float32)
     by_token = {part: entry[1][1] for part, entry in codec.layout(shape, mx.float32).items() if entry != more[part]}
@@ -332,7 +338,8 @@ def decode_blocks(codec: Codec, parts: dict[str, mx.array], shape: tuple[int, in
         block = dict(parts)
         for part, size in by_token.items():
             block[part] = parts[part][:, start:stop] if size == rows else parts[part][:, start // group : -(-stop // group)]
-        yield start, stop, codec.decode(block, (heads, stop - start, dim), mx.float32)
+        near = () if given is None else ({name: x[:, start:stop] for name, x in given.items()},)
+        yield start, stop, codec.decode(block, (heads, stop - start, dim), mx.float32, *near)
 
 
 def unrotated(rope: RopeSpec | None) -> RopeSpec | None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from formats.container import Reader, TensorPlan
+from formats.container import TensorPlan
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment
 from kvtool.archive import Archive, SaveReport, codec_plan, live_sizes, write_archive
 from kvtool.archive import open as open_archive
 from kvtool.compat import check_layers, short
-from kvtool.decoding import FLOATS, check_role, codec_of, decode_role, decode_segment, part_dtypes, rope_of
+from kvtool.decoding import FLOATS, check_role, codec_of, part_dtypes, rope_of
 from kvtool.encoding import MLX_AFFINE, Encoder, Positions, RoleSource, SegmentWork
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe, probe_model
@@ -76,7 +76,7 @@ def recode(
         plan = None if codec is None else codec_plan(codec, sink, recent, frame)
         if rope_theta is not None:
             _check_one_base(archive)
-        job = _Recoder(archive.reader, plan, rope_theta, shift)
+        job = _Recoder(archive, plan, rope_theta, shift)
         layers = tuple(job.cache(str(i), info, None if probes is None else probes[i]) for i, info in enumerate(manifest.layers))
         model = manifest.model if to_model is None else to_model.info
         details: dict[str, Any] = {"header_only": sorted(job.untouched - job.touched), "reencoded": sorted(job.touched)}
@@ -142,8 +142,9 @@ def origin(manifest: Manifest, model: ModelInfo) -> dict[str, Any]:
 class _Recoder:
     """Builds the new file's layers; `untouched` and `touched` name the roles whose tensors are copied and encoded again."""
 
-    def __init__(self, reader: Reader, plan: CodecPlan | None, rope_theta: float | None, shift: int) -> None:
-        self.reader = reader
+    def __init__(self, archive: Archive, plan: CodecPlan | None, rope_theta: float | None, shift: int) -> None:
+        self.reader = archive.reader
+        self.decoder = archive.decoder
         self.plan = plan
         self.rope_theta = rope_theta
         self.shift = shift
@@ -246,7 +247,8 @@ class _Recoder:
             self.encoder.requantised.append(name)
 
         def fetch() -> mx.array:
-            value = decode_role(self.reader, old, before.ranges)
+            layer, which = name.rsplit(".", 1)
+            value = self.decoder.role(layer, which)
             assert value is not None
             array = value.dequantize() if isinstance(value, Quantized) else value
             return self._rotated(array, before, after, (0, rows), source, target)
@@ -286,7 +288,8 @@ class _Recoder:
             dtype = FLOATS[dtypes["data"] if isinstance(codec, Raw) else role.dtype]
 
         def fetch() -> mx.array:
-            rows = decode_segment(self.reader, role, segment, before)
+            layer, which = name.rsplit(".", 1)
+            rows = self.decoder.segment(layer, which, segment, before)
             return self._rotated(rows, before, after, segment.rows, source, target)
 
         work = SegmentWork(

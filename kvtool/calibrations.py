@@ -1,0 +1,174 @@
+"""Calibrations as codecs need them: the tables of a layer, from a file, by digest, or the newest of a model."""
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from formats.calibration import CalibrationFile, read_calibration
+from formats.errors import IncompatibleError, ManifestError
+from formats.manifest import ModelInfo
+from kvtool import calibration_store as store
+from veloxquant_mlx.allocators.transforms import TcTables
+from veloxquant_mlx.codecs import Codec
+
+AUTO = "auto"
+_DIGEST = re.compile(r"[0-9a-f]{8,64}")
+
+
+class Tables(Protocol):
+    """What every kind of tables can do: to named arrays and back."""
+
+    def to_arrays(self) -> dict[str, np.ndarray]: ...
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> Self: ...
+
+
+# id of a calibrated codec -> the class of its tables. A kind is the id, or with several designs the id, a hyphen and the design's rate.
+KINDS: dict[str, type[Any]] = {"tc": TcTables}
+
+
+def is_calibrated(codec: Codec) -> bool:
+    """Whether a codec takes tables of a calibration."""
+    return codec.id in KINDS
+
+
+class Calibration:
+    """One calibration, its tables made when they are asked for.
+
+    Attributes:
+        file: what it holds; digest: its name; path: where it was read from, or None.
+    """
+
+    def __init__(self, file: CalibrationFile, digest: str, path: Path | None = None) -> None:
+        self.file, self.digest, self.path = file, digest, path
+        self._made: dict[tuple[str, str], Any] = {}
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.file.model
+
+    def kinds(self, codec: str) -> tuple[str, ...]:
+        """The kinds of a codec's id that it has tables of."""
+        return tuple(kind for kind in self.file.tables if kind.partition("-")[0] == codec)
+
+    def layers(self, kind: str) -> tuple[str, ...]:
+        """Names of the layers that it has tables of a kind for."""
+        return tuple(self.file.tables.get(kind, ()))
+
+    def tables(self, kind: str, layer: str) -> Any:
+        """The tables of a layer.
+
+        Raises:
+            IncompatibleError: it has none.
+            ManifestError: arrays that are no tables.
+        """
+        if layer not in self.file.tables.get(kind, {}):
+            what = f"calibration {self.digest[:12]} of {self.model.name} has no {kind} tables of layer {layer}"
+            raise IncompatibleError(what, hint="calibrate the model again")
+        if (kind, layer) not in self._made:
+            try:
+                self._made[kind, layer] = KINDS[kind.partition("-")[0]].from_arrays(self.file.tables[kind][layer])
+            except ValueError as error:
+                raise ManifestError(f"{kind}:{layer}: {error}", path=None if self.path is None else str(self.path)) from error
+        return self._made[kind, layer]
+
+
+def kind_of(codec: Codec) -> str:
+    """The kind of tables that a bound codec has."""
+    design = getattr(codec, "design", None)
+    return codec.id if design is None else f"{codec.id}-{design:g}"
+
+
+def load(path: str | os.PathLike[str]) -> Calibration:
+    """A calibration file.
+
+    Raises:
+        FormatError: what is wrong with it.
+        OSError: it cannot be read.
+    """
+    file, digest = read_calibration(path)
+    return Calibration(file, digest, Path(path))
+
+
+def resolve(spec: str | os.PathLike[str] | Calibration, weights: str | None) -> Calibration:
+    """The calibration that a user names.
+
+    Args:
+        spec: a file, a digest (8 digits at least) of the store, or "auto": the store's newest for the model.
+        weights: digest of the model's weights.
+    Raises:
+        IncompatibleError: there is none, or it is of another model.
+        FormatError, OSError: what is wrong with the file.
+    """
+    if isinstance(spec, Calibration):
+        found = spec
+    elif spec == AUTO:
+        digest = store.newest_for(weights)
+        if digest is None:
+            what = f"{store.folder()} has no calibration of this model"
+            raise IncompatibleError(what, hint="make one with kvtool calibrate, or name a file")
+        found = _kept(digest)
+    elif _DIGEST.fullmatch(str(spec)) and not Path(spec).exists():
+        digests = [digest for digest, _ in store.kept() if digest.startswith(str(spec))]
+        if len(digests) != 1:
+            raise IncompatibleError(f"{store.folder()} has {len(digests)} calibrations whose digest begins with {spec}", hint="name a file")
+        found = _kept(digests[0])
+    else:
+        found = load(spec)
+    if found.model.weights is None or found.model.weights != weights:
+        raise IncompatibleError(
+            f"calibration {found.digest[:12]} is of {found.model.name}, whose weights {str(found.model.weights)[:12]} are not "
+            f"{str(weights)[:12]} of this model",
+            path=None if found.path is None else str(found.path),
+            hint="calibrate this model",
+        )
+    return found
+
+
+def _kept(digest: str) -> Calibration:
+    found = store.get(digest)
+    if found is None:
+        raise IncompatibleError(f"{store.folder()} has no calibration {digest}")
+    return Calibration(found[0], digest, found[1])
+
+
+class Shelf:
+    """The calibrations that a file may need: those given, else the store's."""
+
+    def __init__(self, given: Iterable[Calibration] = ()) -> None:
+        self._found = {calibration.digest: calibration for calibration in given}
+
+    def get(self, digest: str, model: str) -> Calibration:
+        """A calibration by its digest; `model` is named where it is not here."""
+        if digest not in self._found:
+            found = store.get(digest)
+            if found is None:
+                others = f" (given: {', '.join(d[:12] for d in self._found)})" if self._found else ""
+                raise IncompatibleError(
+                    f"coded with calibration {digest} of {model}, which is not here{others}",
+                    hint=f"give --calibration FILE, or put the file into {store.folder()}",
+                )
+            self._found[digest] = Calibration(found[0], digest, found[1])
+        return self._found[digest]
+
+    def complete(self, codec: Codec, model: str) -> Codec:
+        """A codec with its tables.
+
+        Raises:
+            IncompatibleError: its calibration is not here, or has no such tables.
+            ValueError: the tables do not fit the codec's parameters.
+        """
+        assert codec.calibration is not None
+        return codec.with_tables(self.get(codec.calibration, model).tables(kind_of(codec), codec.layer))  # type: ignore[attr-defined]
+
+
+def shelf_of(calibration: str | os.PathLike[str] | Calibration | None) -> Shelf:
+    """A shelf with a calibration, or that of a file, beside the store's."""
+    if calibration is None:
+        return Shelf()
+    return Shelf([calibration if isinstance(calibration, Calibration) else load(calibration)])
