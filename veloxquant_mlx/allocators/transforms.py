@@ -92,11 +92,15 @@ class TcTables:
         d = component_distortions(self.shapes)[widths, *np.indices(widths.shape)]
         return np.where(widths > 0, d / np.where(widths > 0, 1 - d, 1), 0.0)
 
+    def ridge(self, inputs: int) -> float:
+        """What is added to the variance of every input of the prediction: as much as that of a fit with so many from so few rows."""
+        return max(RIDGE, inputs / max(self.rows, 1))
+
     def predictor(self, widths: np.ndarray) -> np.ndarray:
         """W for keys of these widths (H, D): (components of width > 0, H D) float64, in order of head and component."""
         used = np.flatnonzero(widths.reshape(-1))
         gram = self.c_yy.astype(np.float64)[np.ix_(used, used)]
-        gram = gram + np.diag(self.noise(widths).reshape(-1)[used] + max(RIDGE, len(used) / max(self.rows, 1)))
+        gram = gram + np.diag(self.noise(widths).reshape(-1)[used] + self.ridge(len(used)))
         return np.linalg.solve(gram, self.c_yv.astype(np.float64)[used]) if len(used) else np.zeros((0, self.c_yv.shape[1]))
 
     def residual_power(self, widths: np.ndarray) -> np.ndarray:
@@ -211,6 +215,92 @@ class TcWidths:
     def values(self) -> np.ndarray:
         """(H,) int."""
         return np.array([int(digit) for digit in self.v])
+
+
+@dataclass(frozen=True, eq=False)
+class KeyTables:
+    """What coding the keys of a layer takes, for components of width > 0 alone, head by head.
+
+    Attributes:
+        mean: (H, D) float32.
+        back: (n, D) float32.
+        forward: (n, D) float64, column by column, or None where only decoding is possible.
+        shapes: (n,) uint8, at the width in use.
+    """
+
+    mean: np.ndarray
+    back: np.ndarray
+    forward: np.ndarray | None
+    shapes: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class ValueTables:
+    """What coding the values of a layer takes.
+
+    Attributes:
+        k_mean, v_mean: (H, D) float32.
+        forward: (n, D) float32, components of the keys that predict.
+        mix: (n, H D) float32, W.
+    """
+
+    k_mean: np.ndarray
+    v_mean: np.ndarray
+    forward: np.ndarray
+    mix: np.ndarray
+
+
+def key_tables(tables: TcTables, widths: np.ndarray) -> KeyTables:
+    """Of the calibration's precision, for widths (H, D)."""
+    used = widths > 0
+    forward = tables.forward().swapaxes(1, 2)
+    shapes = np.take_along_axis(tables.shapes, np.maximum(widths - 1, 0)[None], axis=0)[0]
+    return KeyTables(tables.k_mean, tables.back[used], forward[used], shapes[used])
+
+
+def value_tables(tables: TcTables, widths: np.ndarray) -> ValueTables:
+    """Of the calibration's precision, for keys of widths (H, D)."""
+    forward = tables.forward().swapaxes(1, 2)[widths > 0]
+    return ValueTables(tables.k_mean, tables.v_mean, forward.astype(np.float32), tables.predictor(widths).astype(np.float32))
+
+
+def rounded(tables: TcTables, widths: np.ndarray) -> tuple[KeyTables, ValueTables]:
+    """The tables with 8-bit entries, and all else fitted to those.
+
+    A rounded basis is oblique: rows are projected on it in the metric, and components are made of unit variance again.
+    """
+    full, used, own = tables.back.astype(np.float64), widths > 0, key_tables(tables, widths)
+    forward = tables.forward()
+    back, columns, turn = [], [], np.zeros((tables.heads * tables.dim, int(used.sum())))
+    at = 0
+    for h in range(tables.heads):
+        b = dequantised(*quantised(full[h][used[h]]))
+        metric = forward[h] * np.maximum(tables.k_cost[h], 1e-9 * tables.k_cost[h].max() or 1.0) @ forward[h].T
+        f = metric @ b.T @ np.linalg.inv(_balanced(b @ metric @ b.T)) if len(b) else np.zeros((tables.dim, 0))
+        rows = slice(h * tables.dim, (h + 1) * tables.dim)
+        mixed = full[h] @ f
+        spread = _sizes(np.sqrt(np.einsum("ji,jk,ki->i", mixed, tables.c_yy[rows, rows].astype(np.float64), mixed).clip(0)))
+        back.append(b * spread[:, None])
+        columns.append((f / spread).T)
+        turn[rows, at : at + len(b)] = mixed / spread
+        at += len(b)
+    noise = np.diag(tables.noise(widths).reshape(-1)[used.reshape(-1)] + tables.ridge(at))
+    mix = np.linalg.solve(turn.T @ tables.c_yy @ turn + noise, turn.T @ tables.c_yv) if at else np.zeros((0, turn.shape[0]))
+    back, columns = np.concatenate(back), np.concatenate(columns)
+    keys = KeyTables(tables.k_mean, dequantised(*quantised(back)).astype(np.float32), columns, own.shapes)
+    narrow = [dequantised(*quantised(a)).astype(np.float32) for a in (columns, mix)]
+    return keys, ValueTables(tables.k_mean, tables.v_mean, *narrow)
+
+
+def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(n, m) -> int8 codes and (n,) float32 steps: the largest entry of a row is 127."""
+    step = _sizes((np.abs(rows).max(axis=1, initial=0) / 127).astype(np.float32))
+    return np.rint(rows / step[:, None]).clip(-127, 127).astype(np.int8), step
+
+
+def dequantised(codes: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """(n, m) float64."""
+    return codes.astype(np.float64) * step.astype(np.float64)[:, None]
 
 
 def build_tc(rows: LayerRows) -> TcTables:
@@ -338,6 +428,11 @@ def _basis(x: np.ndarray, metric: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # A component that never moves still needs a size; no bits go to it.
     floor = max(1e-10 * lam[0], 1e-24)
     return np.sqrt(np.maximum(lam, floor))[:, None] * (u.T @ inverse), lam * max(unit, 0.0)
+
+
+def _balanced(gram: np.ndarray) -> np.ndarray:
+    """A symmetric matrix that is safe to invert: its diagonal raised by a little."""
+    return gram + np.diag(1e-9 * np.diagonal(gram))
 
 
 def _shrunk(x: np.ndarray) -> np.ndarray:

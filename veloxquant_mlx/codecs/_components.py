@@ -1,0 +1,96 @@
+"""Codes of components of different widths, in blocks of 32 tokens: a component's 32 codes of w bits are w 32-bit words.
+
+A block holds the components one after another, `lsb8` each (4 w bytes; little-endian words hold the same bits). The lane that has a token
+of a block reads its code from one or two of a component's w words, whatever the widths of the others.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from veloxquant_mlx.allocators.shapes import boundaries, distortion, points
+from veloxquant_mlx.codecs._bits import pack, unpack
+
+BLOCK = 32  # tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """Scalar quantisers side by side.
+
+    Attributes:
+        widths: (n,) int, bits of each, 0..8; a component of no bits is 0.
+        shapes: (n,) int, index into SHAPES.
+        unbiased: whether points are divided by 1 - distortion, so that E[y^ | cell] averages to y.
+    """
+
+    widths: np.ndarray
+    shapes: np.ndarray
+    unbiased: bool
+
+    @property
+    def block_bytes(self) -> int:
+        return 4 * int(self.widths.sum())
+
+    def table(self, i: int) -> np.ndarray:
+        """Points of component i, (2^w,) float32."""
+        shape, width = int(self.shapes[i]), int(self.widths[i])
+        return (points(shape, width) / np.float32(1 - distortion(shape, width) if self.unbiased else 1)).astype(np.float32)
+
+    @cached_property
+    def _by_width(self) -> list[tuple[int, np.ndarray, np.ndarray, mx.array, mx.array]]:
+        """Per width in use: the width, its components, their bytes in a block, their points one after another, and where each begins."""
+        start = 4 * (np.cumsum(self.widths) - self.widths)
+        groups = []
+        for width in np.unique(self.widths[self.widths > 0]).tolist():
+            own = np.flatnonzero(self.widths == width)
+            at = (start[own][:, None] + np.arange(4 * width)).reshape(-1)
+            table = mx.array(np.concatenate([self.table(i) for i in own]))
+            first = mx.array((np.arange(len(own)) << width).astype(np.uint32))
+            mx.eval(table, first)
+            groups.append((width, own, at, table, first))
+        return groups
+
+    @cached_property
+    def _order(self) -> mx.array:
+        """Where each component is among those of `_by_width`, one after another and then those of no bits."""
+        order = np.concatenate([*(group[1] for group in self._by_width), np.flatnonzero(self.widths == 0)])
+        place = mx.array(np.argsort(order).astype(np.uint32))
+        mx.eval(place)
+        return place
+
+    def codes(self, y: np.ndarray) -> np.ndarray:
+        """Code of each value, (n, T) float32 -> uint8; a value on a boundary goes to the lower cell."""
+        codes = np.zeros(y.shape, np.uint8)
+        kinds = self.widths * 16 + self.shapes
+        for kind in np.unique(kinds[self.widths > 0]).tolist():
+            own = np.flatnonzero(kinds == kind)
+            codes[own] = np.searchsorted(boundaries(kind % 16, kind // 16), y[own])
+        return codes
+
+    def values(self, codes: np.ndarray) -> np.ndarray:
+        """Points of codes, (n, T) uint8 -> float32."""
+        out = np.zeros(codes.shape, np.float32)
+        for _, own, _, table, first in self._by_width:
+            out[own] = np.array(table)[codes[own] + np.array(first)[:, None]]
+        return out
+
+    def pack(self, codes: np.ndarray) -> mx.array:
+        """Codes (n, T), T a multiple of 32 -> (1, T / 32, bytes) uint8."""
+        blocks = codes.shape[1] // BLOCK
+        out = np.zeros((blocks, self.block_bytes), np.uint8)
+        for width, own, at, _, _ in self._by_width:
+            rows = np.ascontiguousarray(codes[own].reshape(len(own), blocks, BLOCK).swapaxes(0, 1))
+            out[:, at] = np.array(pack(mx.array(rows), width)).reshape(blocks, -1)
+        return mx.array(out)[None]
+
+    def unpack(self, packed: mx.array) -> mx.array:
+        """Points of packed codes, (blocks, bytes) uint8 -> (blocks, n, 32) float32."""
+        blocks, groups = packed.shape[0], []
+        for width, own, at, table, first in self._by_width:
+            codes = unpack(mx.take(packed, mx.array(at.astype(np.uint32)), axis=1).reshape(blocks, len(own), 4 * width), width, BLOCK)
+            groups.append(mx.take(table, codes.astype(mx.uint32) + first[:, None]))
+        groups.append(mx.zeros((blocks, int((self.widths == 0).sum()), BLOCK)))
+        return mx.take(mx.concatenate(groups, axis=1), self._order, axis=1)
