@@ -19,6 +19,7 @@ ALLOWED = {
     "veloxquant_mlx.metal.fused_sdpa": {"mlx", "mlx_lm", "numpy", "veloxquant_mlx.metal", "veloxquant_mlx.allocators"},
     "veloxquant_mlx.codecs": {
         "mlx",
+        "constriction",
         "numpy",
         "veloxquant_mlx.metal",
         "veloxquant_mlx.allocators",
