@@ -17,6 +17,7 @@ from formats.errors import IncompatibleError, ManifestError
 from formats.examine import MAX_EXPANSION
 from kvtool.encoding import MLX_AFFINE
 from tests.library import rewrite, saved, tiny
+from tests.tc_cases import bound
 from veloxquant_mlx.codecs import CODECS, parse_codec
 
 SPEC = (Path(formats.header.__file__).parent / "SPEC.md").read_text(encoding="utf-8")
@@ -41,12 +42,12 @@ def test_every_codec_with_its_parts_and_params() -> None:
     codecs = section("## Codecs")
     table = {line.split("`")[1]: line for line in codecs.splitlines() if line.startswith("| `")}
     assert {*CODECS, MLX_AFFINE} <= set(table)
-    for plan in map(parse_codec, SPECS):
-        for codec in (plan.k, plan.v):
-            for part in codec.layout((2, 3, 64), mx.float32):
-                assert f"`{part}`" in table[codec.id], (codec.id, part)
-            assert set(codec.to_params()) <= rows(codecs), codec.id
-    assert {codec.id for plan in map(parse_codec, SPECS) for codec in (plan.k, plan.v)} == set(CODECS)
+    written = [codec for plan in map(parse_codec, SPECS) for codec in (plan.k, plan.v)] + [*bound("tc-2"), *bound("tc-2:carry")]
+    for codec in written:
+        for part in codec.layout((2, 3, 64), mx.float32):
+            assert f"`{part}`" in table[codec.id], (codec.id, part)
+        assert set(codec.to_params()) <= rows(codecs), codec.id
+    assert {codec.id for codec in written} == set(CODECS)
     for name in ("weight", "scales", "biases"):
         assert f"`{name}`" in table[MLX_AFFINE]
     assert {"bits", "group_size"} <= rows(section("### mlx-affine"))

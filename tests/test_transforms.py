@@ -5,27 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.tc_cases import layer
 from veloxquant_mlx.allocators.shapes import SHAPES, distortion
 from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, average_bits, build_tc, widths_for
 
 HEADS, DIM = 2, 8
-
-
-def metric(size: int, seed: int) -> np.ndarray:
-    a = np.random.default_rng(seed).standard_normal((size, size))
-    return a @ a.T / size * np.exp(np.random.default_rng(seed + 1).standard_normal(size))[:, None] ** 0.5
-
-
-def layer(count: int = 2000, seed: int = 0, heads: int = HEADS, dim: int = DIM) -> LayerRows:
-    """Correlated keys around a mean, values that are mostly a linear function of them, one component with heavy tails."""
-    rng = np.random.default_rng(seed)
-    size = heads * dim
-    hidden = rng.standard_normal((count, size)) * np.exp(rng.standard_normal(size))
-    hidden[:, 0] = rng.laplace(size=count) * 5
-    k = hidden @ rng.standard_normal((size, size)) / 4 + 3 * rng.standard_normal(size)
-    v = k @ rng.standard_normal((size, size)) / 4 + 0.3 * rng.standard_normal((count, size)) + rng.standard_normal(size)
-    f = [a @ a.T / size for a in rng.standard_normal((2, size, size)) * np.exp(rng.standard_normal((2, 1, size)))]
-    return LayerRows(k.reshape(count, heads, dim), v.reshape(count, heads, dim), *f)
 
 
 def test_components_are_uncorrelated_of_unit_variance_and_their_errors_cost_what_the_metric_says() -> None:

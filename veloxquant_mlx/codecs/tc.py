@@ -3,10 +3,10 @@
     y = (k - mean) forward,   k^ = y^ back + mean                      keys before RoPE, per head (`allocators.transforms`)
     r = v - v_mean - W^T y~,  v^ = v_mean + W^T y~ + s R^T q(R r / |r|)  values; y~ = (k^ - mean) forward over all heads of the layer
 
-A component of the keys has 0 to 8 bits, by what an error of it costs, and the points of one of five generalised Gaussians, made unbiased;
-so have what the values add to that a rotation R, 1 to 6 bits per head and Gaussian points. s is one unbiased scale per row, <r, r> / <r, q>,
-in 6 bits: s = 2^(top - step code), 0 for the last code. The bits are handed out over keys and values of all layers together
-(`allocators.transforms.widths_for`), scales included.
+A component of the keys has 0 to 8 bits, by what an error of it costs, and the points of one of five generalised Gaussians, made unbiased.
+What the predictions leave of the values is turned by a rotation R and has 1 to 6 bits per head, and Gaussian points; s is one unbiased
+scale per row, <r, r> / <r, q>, in 6 bits: s = 2^(top - step code), 0 for the last code. The bits are handed out over keys and values of
+all layers together (`allocators.transforms.widths_for`), scales included.
 
 Tables are a calibration's, named by its digest, or carried as 8-bit parts. Codes stand in blocks of 32 tokens (`_components`), scales in
 blocks of 32 x 6 bits per head; `tc_attend` attends to them as they are.

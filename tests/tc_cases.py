@@ -1,0 +1,36 @@
+"""Calibration rows, and tc codecs bound to their tables."""
+
+from functools import cache
+
+import numpy as np
+
+from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc, widths_for
+from veloxquant_mlx.codecs.tc import Tc
+
+DIGEST = "5e" * 32
+
+
+def layer(count: int = 2000, seed: int = 0, heads: int = 2, dim: int = 8) -> LayerRows:
+    """Correlated keys around a mean, values that are mostly a linear function of them, one hidden source with heavy tails."""
+    rng = np.random.default_rng(seed)
+    size = heads * dim
+    hidden = rng.standard_normal((count, size)) * np.exp(rng.standard_normal(size))
+    hidden[:, 0] = rng.laplace(size=count) * 5
+    k = hidden @ rng.standard_normal((size, size)) / 4 + 3 * rng.standard_normal(size)
+    v = k @ rng.standard_normal((size, size)) / 4 + 0.3 * rng.standard_normal((count, size)) + rng.standard_normal(size)
+    f = [a @ a.T / size for a in rng.standard_normal((2, size, size)) * np.exp(rng.standard_normal((2, 1, size)))]
+    return LayerRows(k.reshape(count, heads, dim), v.reshape(count, heads, dim), *f)
+
+
+@cache
+def tables(heads: int, dim: int) -> TcTables:
+    return build_tc(layer(600, 7, heads, dim))
+
+
+def bound(spec: str, heads: int = 2, dim: int = 64) -> tuple[Tc, Tc]:
+    """The codecs of keys and of values, of one layer calibrated alone."""
+    codec, own = Tc.parse(spec, "k"), tables(heads, dim)
+    assert codec is not None
+    widths = widths_for({"0": own}, codec.bits)["0"]
+    k, v = (codec.bind(role, own, widths, "0", DIGEST) for role in ("k", "v"))
+    return k, v
