@@ -1,0 +1,415 @@
+"""Calibration statistics against float64 sums over rows captured here, and gradients against differences of a two-path attention.
+
+The oracle attention gives every query exact rows for its window and the sinks, and changed ones for the rest, as the docstring of
+`kvtool.fisher` defines coded rows; the code under test has only the derivative of that.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from formats.errors import IncompatibleError
+from kvtool import calibration_texts
+from kvtool import moments as moments_module
+from kvtool.fisher import named_caches, run_backward, run_forward, visible
+from kvtool.model import LoadedModel
+from kvtool.moments import Moments, collect
+from kvtool.probe import probe_model
+from tests import tiny_random
+from tests.library import equal, f64, ids, loaded, tiny
+from tests.oracles import interleaved_from_half, rotated
+from veloxquant_mlx.transfer.rope import RopeSpec
+
+SINK, RECENT, TOKENS = 4, 8, 64
+ATTENTION = "scaled_dot_product_attention"
+# Causal string and GQA; interleaved pairs; bool arrays of a window; attention sinks and a RoPE magnitude; partial RoPE, recurrent layers.
+GRADIENT_FAMILIES = ["llama", "llama-traditional", "llama-sliding", "gpt_oss", "qwen3_next"]
+
+
+@functools.cache
+def smooth(family: str) -> LoadedModel:
+    """A tiny model whose log probability is differentiable everywhere: all experts speak, so that none is switched by a small change."""
+    return loaded(
+        tiny_random.build(family, **({"num_experts_per_tok": 4} if "num_experts_per_tok" in tiny_random.FAMILIES[family][1] else {}))
+    )
+
+
+@functools.cache
+def many_draws(family: str) -> Moments:
+    return collect(smooth(family), {f"draw {n}": ids(TOKENS) for n in range(128)}, recent=RECENT)
+
+
+def half_from_interleaved(x: np.ndarray, spec: RopeSpec) -> np.ndarray:
+    if spec.pairing == "half":
+        return x
+    return np.concatenate([x[..., 0 : spec.dims : 2], x[..., 1 : spec.dims : 2], x[..., spec.dims :]], axis=-1)
+
+
+def turned_back(rows: np.ndarray, spec: RopeSpec | None, magnitude: Callable[[float], float]) -> np.ndarray:
+    """Rows (H, N, D) turned back by their positions, times a function of the magnitude, in half-split order."""
+    if spec is None:
+        return rows
+    back, factor = -np.array(spec.frequencies), magnitude(spec.magnitude)
+    out = rotated(rows, np.arange(rows.shape[1]), back, magnitude=factor, interleaved=spec.pairing == "interleaved", first=spec.first)
+    return half_from_interleaved(out, spec)
+
+
+def flat(rows: np.ndarray, sink: int = SINK) -> np.ndarray:
+    return rows.transpose(1, 0, 2)[sink:].reshape(rows.shape[1] - sink, -1)
+
+
+def ropes(model: LoadedModel) -> dict[str, RopeSpec | None]:
+    return {str(i): p.k.rope for i, p in enumerate(probe_model(model.model)) if p.k is not None}
+
+
+def shapes(model: LoadedModel) -> dict[str, tuple[int, int]]:
+    return {str(i): (p.k.heads, p.k.dim) for i, p in enumerate(probe_model(model.model)) if p.k is not None}
+
+
+def bare_rows(model: LoadedModel, tokens: list[int]) -> dict[str, np.ndarray]:
+    """z of every layer, float64 (N - sink, 2HD), from a plain prefill."""
+    caches = make_prompt_cache(model.model)
+    mx.eval(model.model(mx.array(tokens)[None], cache=caches))
+    rows = {}
+    for name, spec in ropes(model).items():
+        k, v = (f64(a[0, :, : len(tokens)]) for a in (caches[int(name)].keys, caches[int(name)].values))
+        rows[name] = np.concatenate([flat(turned_back(k, spec, lambda m: 1 / m)), flat(v)], axis=1)
+    return rows
+
+
+def symbols() -> dict[str, Any]:
+    return {n: getattr(m, ATTENTION) for n, m in sys.modules.items() if n.startswith("mlx_lm.models.") and hasattr(m, ATTENTION)}
+
+
+@contextmanager
+def two_paths(model: LoadedModel, layer: str, dk: np.ndarray, dv: np.ndarray) -> Iterator[None]:
+    """The model with the coded rows of one layer changed by dk, dv (H, N, D), after RoPE."""
+    module = sys.modules[type(model.model).__module__]
+    original, calls = getattr(module, ATTENTION), []
+    turn = list(shapes(model)).index(layer)
+
+    def attention(q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None) -> mx.array:
+        calls.append(1)
+        if len(calls) - 1 != turn:
+            return original(q, k, v, cache=cache, scale=scale, mask=mask, sinks=sinks)
+        tokens, group = q.shape[2], q.shape[1] // k.shape[1]
+        i, j = np.arange(tokens)[:, None], np.arange(tokens)[None]
+        coded = mx.array((i - j >= RECENT) & (j >= SINK))
+        allowed = mx.array(j <= i) if isinstance(mask, str) else mask
+        exact_k, exact_v, other_k, other_v = (
+            mx.repeat(rows, group, axis=1) for rows in (k, v, k + mx.array(dk, mx.float32)[None], v + mx.array(dv, mx.float32)[None])
+        )
+        scores = mx.where(coded, q @ other_k.swapaxes(-1, -2), q @ exact_k.swapaxes(-1, -2)) * scale
+        scores = mx.exp(mx.where(allowed, scores, -mx.inf))
+        total = scores.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + mx.exp(sinks)[None, :, None, None]
+        weights = scores / total
+        return mx.where(coded, weights, 0) @ other_v + mx.where(coded, 0, weights) @ exact_v
+
+    setattr(module, ATTENTION, attention)
+    try:
+        yield
+    finally:
+        setattr(module, ATTENTION, original)
+
+
+def log_probs(model: LoadedModel, tokens: list[int], layer: str, dk: np.ndarray, dv: np.ndarray) -> np.ndarray:
+    """(N, V) in float64."""
+    with two_paths(model, layer, dk, dv):
+        logits = f64(model.model(mx.array(tokens)[None], cache=make_prompt_cache(model.model))[0])
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama-traditional", "gpt_oss", "glm4"])
+def test_moments_equal_a_two_pass_sum_over_captured_rows(family: str) -> None:
+    """Three pieces of unlike means; 1e-5 of the largest entry: float32 rows turned back by float32 angles (5e-6 at these positions)."""
+    model = tiny(family)
+    texts = {"one": [3] * 40 + ids(120), "two": ids(64, 2)}
+    moments = collect(model, texts, length=96, fisher=False, recent=RECENT)
+    pieces = [bare_rows(model, p) for p in (texts["one"][:96], texts["one"][96:], texts["two"])]
+    z = {name: np.concatenate([p[name] for p in pieces]) for name in moments.layers}
+    assert moments.tokens == 224 and not moments.skipped and len(z) > 1
+    before = None
+    for name, layer in moments.layers.items():
+        count = len(z[name])
+        centred = z[name] - z[name].mean(axis=0)
+        assert layer.count == count == 224 - 3 * SINK and layer.fisher_k is None and layer.fisher_v is None
+        mean = np.concatenate([layer.k_mean.reshape(-1), layer.v_mean.reshape(-1)])
+        np.testing.assert_allclose(mean, z[name].mean(axis=0), rtol=0, atol=1e-5 * np.abs(z[name]).max())
+        expected = centred.T @ centred / count
+        np.testing.assert_allclose(layer.cov, expected, rtol=0, atol=1e-5 * expected.max())
+        if before is None:
+            assert layer.cross is None
+        else:
+            expected = centred.T @ before / count
+            np.testing.assert_allclose(layer.cross, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+        before = centred
+
+
+def test_wide_layers_are_kept_in_float32() -> None:
+    """8 heads of 128: HD = 1024, cov 2048 wide."""
+    model = loaded(tiny_random.build("qwen3", num_attention_heads=8, num_key_value_heads=8, head_dim=128))
+    tokens = ids(64)
+    moments = collect(model, {"prompt": tokens})
+    layer, centred = moments.layers["1"], bare_rows(model, tokens)["1"]
+    centred -= centred.mean(axis=0)
+    expected = centred.T @ centred / len(centred)
+    assert layer.cov.shape == (2048, 2048) and layer.cov.dtype == np.float32 and layer.fisher_k is not None
+    assert layer.fisher_k.shape == (1024, 1024) and layer.fisher_k.dtype == np.float64
+    np.testing.assert_allclose(layer.cov, expected, rtol=0, atol=1e-5 * expected.max())
+
+
+@pytest.mark.parametrize("family", ["llama-traditional", "gpt_oss"])
+def test_query_metric_is_that_of_all_coded_pairs(family: str) -> None:
+    """8 x 512 x 2 draws; their error over 5 % would be chance of less than 1 in 1000 (measured 1 to 2 %)."""
+    model = tiny(family)
+    tokens = ids(64)
+    moments = collect(model, {f"copy {n}": tokens for n in range(8)}, fisher=False, recent=RECENT)
+    followed = run_forward(model.model, tokens, shapes(model)).layers
+    i, j = np.arange(64)[:, None], np.arange(64)[None]
+    for name, spec in ropes(model).items():
+        seen = np.array(visible(followed[name].masks[0], 64)) & (i - j >= RECENT) & (j >= SINK)
+        q = f64(followed[name].queries[0])
+        heads = moments.layers[name].heads
+        expected = np.zeros_like(moments.layers[name].query)
+        for row in range(SINK, 64 - RECENT):
+            met = np.concatenate([np.repeat(q[:, n : n + 1], row + 1, axis=1)[:, row:] for n in np.flatnonzero(seen[:, row])], axis=1)
+            at = np.full(met.shape[1], row)
+            assert spec is not None
+            met = half_from_interleaved(
+                rotated(met, at, -np.array(spec.frequencies), magnitude=spec.magnitude, interleaved=spec.pairing == "interleaved"), spec
+            ).reshape(heads, -1, q.shape[-1])
+            expected += met.swapaxes(1, 2) @ met
+        expected /= seen.sum() * len(q) // heads
+        assert np.linalg.norm(moments.layers[name].query - expected) < 0.05 * np.linalg.norm(expected)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", GRADIENT_FAMILIES)
+def test_gradient_is_the_slope_of_the_log_probability(family: str) -> None:
+    """One coded row, and all at once. Float32 logits leave 1e-5 nats in a central difference, the third order 1e-3 of it at these steps."""
+    model, tokens = smooth(family), ids(TOKENS)
+    result = run_backward(model.model, tokens, shapes(model), sink=SINK, recent=RECENT, key=mx.random.key(3))
+    assert result.targets is not None and not result.lost
+    random = np.random.default_rng(0)
+    for name, rows in result.layers.items():
+        assert rows.key_gradient is not None and rows.value_gradient is not None
+        gradients = f64(rows.key_gradient), f64(rows.value_gradient)
+        for role, gradient in enumerate(gradients):
+            assert not gradient[:, :SINK].any() and not gradient[:, TOKENS - RECENT :].any() and gradient[:, SINK : TOKENS - RECENT].all()
+            row = int(np.argmax(np.square(gradient).sum(axis=(0, 2))))
+            for where in ([row], list(range(TOKENS))):
+                step = np.zeros_like(gradient)
+                step[:, where] = random.standard_normal(gradient[:, where].shape) + gradient[:, where] / np.abs(gradient[:, where]).max()
+                step *= 0.02
+                sums = []
+                for sign in (1, -1):
+                    changes = [np.zeros_like(g) for g in gradients]
+                    changes[role] = sign * step
+                    logs = log_probs(model, tokens, name, *changes)
+                    sums.append(logs[np.arange(TOKENS), result.targets].sum())
+                slope, size = (sums[0] - sums[1]) / 2, np.linalg.norm(gradient[:, where]) * np.linalg.norm(step)
+                assert abs(slope - (gradient * step).sum()) < 2e-3 * size + 2e-5, (name, role, where[:2])
+
+
+@pytest.mark.parametrize("family", GRADIENT_FAMILIES)
+def test_metric_is_the_mean_square_of_gradients_before_rope(family: str) -> None:
+    """A cached key is m R K, so the gradient before RoPE is m R^T of that after it, here in float64; 1e-5 for float32 angles."""
+    model, tokens = smooth(family), ids(TOKENS)
+    moments = collect(model, {"a": tokens}, recent=RECENT, seed=5)
+    key = mx.random.split(mx.random.key(5), 1)[0]
+    result = run_backward(model.model, tokens, shapes(model), sink=SINK, recent=RECENT, key=key)
+    for name, spec in ropes(model).items():
+        layer, rows = moments.layers[name], result.layers[name]
+        assert rows.key_gradient is not None and rows.value_gradient is not None
+        k, v = flat(turned_back(f64(rows.key_gradient), spec, lambda m: m)), flat(f64(rows.value_gradient))
+        for metric, g in ((layer.fisher_k, k), (layer.fisher_v, v)):
+            expected = g.T @ g / (TOKENS - SINK)
+            assert metric is not None and expected.max() > 0
+            np.testing.assert_allclose(metric, expected, rtol=0, atol=1e-5 * expected.max())
+
+
+@pytest.mark.parametrize(("family", "layer"), [("llama-traditional", "0"), ("gpt_oss", "0"), ("gemma3_text", "1")])
+@pytest.mark.parametrize("role", [0, 1])
+def test_noise_costs_what_the_metric_says(family: str, layer: str, role: int) -> None:
+    """Noise of a known covariance before RoPE: measured KL within 15 % of 1/2 sum_j tr(F S).
+
+    128 draws of y and 64 of the noise leave about 4 % each. At 0.002 nats the terms past the second order are below that.
+    """
+    model, tokens, target = smooth(family), ids(TOKENS), 0.002
+    own, spec = many_draws(family).layers[layer], ropes(model)[layer]
+    metric = (own.fisher_k, own.fisher_v)[role]
+    assert metric is not None
+    random = np.random.default_rng(1)
+    # Directions that lie across heads, of unlike size.
+    width = own.heads * own.dim
+    mixing = np.geomspace(1, 0.1, width)[:, None] * random.standard_normal((width, width))
+    predicted = 0.5 * (TOKENS - SINK) * np.trace(metric @ mixing.T @ mixing)
+    scale = np.sqrt(target / predicted)
+    still = np.zeros((own.heads, TOKENS, own.dim))
+    exact = log_probs(model, tokens, layer, still, still)
+    costs = []
+    for _ in range(64):
+        noise = scale * (random.standard_normal((TOKENS, width)) @ mixing).reshape(TOKENS, own.heads, own.dim).transpose(1, 0, 2)
+        if role == 0 and spec is not None:
+            halves = interleaved_from_half(noise, spec.dims) if spec.pairing == "interleaved" else noise
+            at, interleaved = np.arange(TOKENS), spec.pairing == "interleaved"
+            noise = rotated(halves, at, np.array(spec.frequencies), magnitude=spec.magnitude, interleaved=interleaved)
+        other = log_probs(model, tokens, layer, *((noise, still) if role == 0 else (still, noise)))
+        costs.append((np.exp(exact) * (exact - other)).sum())
+    assert np.mean(costs) == pytest.approx(target, rel=0.15)
+
+
+# --- what it leaves behind, and what it refuses -----------------------------------------------------------------------------------
+
+
+def state(model: LoadedModel) -> tuple[Any, ...]:
+    flags = [(name, type(m), m.training) for name, m in model.model.named_modules()]
+    return flags, symbols(), mx.random.state[0].tolist()
+
+
+def test_model_and_symbol_are_left_as_they_were() -> None:
+    model = tiny("gpt_oss")
+    before, logits = state(model), model.model(mx.array(ids(24))[None])
+    collect(model, {"a": ids(64)}, recent=RECENT)
+    assert state(model) == before
+    assert equal([logits], [model.model(mx.array(ids(24))[None])])
+
+
+class Failing(nn.Module):
+    def __call__(self, x: mx.array) -> mx.array:
+        raise ZeroDivisionError("a model's own fault")
+
+
+class Underived(nn.Module):
+    def __call__(self, x: mx.array) -> mx.array:
+        return x * mx.linalg.eigvalsh(x[0, 0, 0] * mx.eye(2), stream=mx.cpu)[0]
+
+
+def test_model_and_symbol_are_left_as_they_were_after_a_failure() -> None:
+    model = loaded(tiny_random.build("llama"))
+    probe_model(model.model)
+    model.model.model.norm = Underived()
+    before = state(model)
+    with pytest.raises(IncompatibleError, match=r"has no backward pass.*Not implemented") as caught:
+        collect(model, {"a": ids(64)})
+    assert caught.value.hint == "collect without Fisher metrics (fisher=False)"
+    assert state(model) == before
+    assert len(collect(model, {"a": ids(64)}, fisher=False).layers) == 2
+    model.model.model.norm = Failing()
+    shapes_of_rows = {"0": (2, 8), "1": (2, 8)}
+    before = state(model)
+    with pytest.raises(ZeroDivisionError):
+        run_backward(model.model, ids(64), shapes_of_rows, sink=4, recent=8, key=mx.random.key(0))
+    assert state(model) == before
+
+
+def values(moments: Moments) -> list[np.ndarray]:
+    return [a for layer in moments.layers.values() for a in vars(layer).values() if isinstance(a, np.ndarray)]
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    model, texts = tiny("llama"), {"a": ids(64), "b": "Any text of at least sixty-four characters will do for a tokenizer of bytes."}
+    first, again, other = (collect(model, texts, seed=seed) for seed in (0, 0, 1))
+    assert all(np.array_equal(a, b) for a, b in zip(values(first), values(again), strict=True)) and first.texts == again.texts
+    assert not np.array_equal(first.layers["0"].fisher_k, other.layers["0"].fisher_k)
+    assert not np.array_equal(first.layers["0"].query, other.layers["0"].query)
+    assert np.array_equal(first.layers["0"].cov, other.layers["0"].cov)
+
+
+@pytest.mark.parametrize("family", tiny_random.FAMILIES)
+def test_every_layer_is_calibrated_or_says_why_not(family: str) -> None:
+    model = tiny(family)
+    moments = collect(model, {"prompt": ids(64)}, recent=RECENT)
+    names = [name for name, _ in named_caches(make_prompt_cache(model.model))]
+    assert sorted([*moments.layers, *moments.skipped]) == sorted(names)
+    for layer in moments.layers.values():
+        assert layer.count == 64 - SINK and layer.fisher_k is not None and layer.fisher_v is not None
+        assert np.trace(layer.fisher_k) > 0 and np.trace(layer.fisher_v) > 0 and np.trace(layer.query.sum(axis=0)) > 0
+        assert all(np.isfinite(a).all() for a in (layer.cov, layer.fisher_k, layer.fisher_v, layer.query))
+    expected = {
+        "gemma2": f"does not go through mlx-lm's {ATTENTION}",
+        "deepseek_v2": "as in latent attention",
+        "deepseek_v3": "as in latent attention",
+        "mamba": "recurrent state",
+        "qwen3_next": "recurrent state",
+        "lfm2": "recurrent state",
+        "falcon_h1": "recurrent state",
+    }
+    assert bool(moments.skipped) == (family in expected)
+    assert all(expected[family] in why for why in moments.skipped.values())
+
+
+def test_a_window_of_exact_rows_alone_is_skipped() -> None:
+    moments = collect(tiny("llama-sliding"), {"prompt": ids(64)})
+    assert list(moments.layers) == ["1"]
+    assert moments.skipped == dict.fromkeys("02", "its window of 16 tokens holds none but the 32 newest rows, which are exact")
+
+
+def test_rows_changed_before_the_attention_are_skipped() -> None:
+    model = loaded(tiny_random.build("llama"))
+
+    class Doubling(nn.Module):
+        """A layer's attention that scales its values on the way, as some models do."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            fetch = cache.update_and_fetch
+
+            def altered(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+                k, v = fetch(keys, values)
+                return k, 2 * v
+
+            cache.update_and_fetch = altered
+            return self.inner(x, mask, cache)
+
+    model.model.layers[1].self_attn = Doubling(model.model.layers[1].self_attn)
+    moments = collect(model, {"a": ids(64)})
+    assert list(moments.layers) == ["0"] and moments.skipped == {"1": "its keys or values change between the cache and the attention"}
+
+
+def test_default_corpus_is_the_start_of_each_shipped_text(tiny_a: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert moments_module.CORPUS_TOKENS == 1024
+    monkeypatch.setattr(moments_module, "CORPUS_TOKENS", 70)
+    calls: list[tuple[int, int]] = []
+    moments = collect(tiny_a, fisher=False, progress=lambda done, total: calls.append((done, total)))
+    assert list(moments.texts) == list(calibration_texts.KINDS) and moments.tokens == 20 * 70
+    assert calls == [(70 * n, 1400) for n in range(1, 21)]
+    assert {layer.count for layer in moments.layers.values()} == {20 * 66}
+    own = tiny_a.tokenizer.encode(calibration_texts.texts()["newton"])[:70]
+    assert collect(tiny_a, {"newton": own}, fisher=False).texts["newton"] == moments.texts["newton"]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"texts": {}}, "at least one text"),
+        ({"texts": {"short": ids(63)}}, r"texts\['short'\] must have at least 64 tokens, but got 63"),
+        ({"texts": {"short": ids(100)}, "recent": 96}, "must have at least 101 tokens, but got 100"),
+        ({"texts": {"a": [tiny_random.VOCAB] * 64}}, "has ids 0 to 96"),
+        ({"length": 63}, "length must be at least 64, but got 63"),
+        ({"sink": -1}, "sink must be at least 0, but got -1"),
+        ({"recent": 0}, "recent must be at least 1, but got 0"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        collect(tiny("llama"), **{"texts": {"a": ids(64)}, **options})
