@@ -5,7 +5,8 @@ the codec, before RoPE (frame `pre`) or as cached (frame `post`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -104,10 +105,13 @@ class Encoder:
     Attributes:
         plan: codec of each role, exact rows, frame.
         measure: decode each segment again and record its error.
+        bound: (layer, role) -> the codec to use instead, where those of the plan are calibrated (`kvtool.binding`). Caches come in order.
     """
 
     plan: CodecPlan
     measure: bool = True
+    bound: Mapping[tuple[str, str], Codec] = field(default_factory=dict)
+    predictors: "Predictors" = field(init=False)
     codecs: list[CodecInfo] = field(default_factory=list)
     ropes: list[dict[str, Any]] = field(default_factory=list)
     tensors: list[TensorPlan] = field(default_factory=list)
@@ -116,6 +120,9 @@ class Encoder:
     kept_post: list[str] = field(default_factory=list)
     requantised: list[str] = field(default_factory=list)
     rope_problems: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.predictors = Predictors(self.bound)
 
     def layer(self, name: str, state: CacheState, probe: CacheProbe) -> CacheInfo:
         """Manifest entry of one cache; its tensors join `self.tensors`."""
@@ -164,7 +171,7 @@ class Encoder:
         rope = None if source.rope is None else self.rope(source.rope)
         if source.problem is not None:
             self.rope_problems[name] = source.problem
-        codec = self.plan.k if role == "k" else self.plan.v
+        codec = self.bound.get((name.rpartition(".")[0], role), self.plan.k if role == "k" else self.plan.v)
         if not takes_dim(codec, dim):
             self.kept_raw.append(f"{name}: head_dim {dim}")
             codec = Raw()
@@ -220,11 +227,16 @@ class Encoder:
 
     def segment(self, name: str, rows: tuple[int, int], work: "SegmentWork") -> Segment:
         """Manifest entry of one segment; its tensors join `self.tensors`, encoded when they are written."""
+        layer, role, _ = name.rsplit(".", 2)
         if self.measure and not isinstance(work.codec, Raw):
-            layer, role, _ = name.rsplit(".", 2)
             work.tally = self.tallies.setdefault((layer, role), Tally())
+        self.predictors.join(layer, role, rows, work)
+        layout = work.codec.layout(work.shape, work.dtype)
+        if work.codec.eager:
+            # Its sizes are known only now; all layers' codes are in memory until they are written.
+            layout = {part: (dtype, work.encoded()[part].shape) for part, (dtype, _) in layout.items()}
         tensors = {}
-        for part, (dtype, shape) in work.codec.layout(work.shape, work.dtype).items():
+        for part, (dtype, shape) in layout.items():
             tensors[part] = f"{name}.{part}"
             self.tensors.append(TensorPlan(tensors[part], dtype, shape, partial(work.give, part)))
         return Segment(rows=rows, codec=self.codec(CodecInfo(work.codec.id, work.codec.to_params())), frame=work.frame, tensors=tensors)
@@ -232,11 +244,47 @@ class Encoder:
     def _frame(self, name: str, role: str, source: RoleSource, codec: Codec) -> str:
         if isinstance(codec, Raw) or (source.rope is None and source.problem is None):
             return "post"
-        frame = self.plan.frame or codec.default_frame("k" if role == "k" else "v")
+        bound = (name.rpartition(".")[0], role) in self.bound
+        frame = "pre" if bound and role == "k" else self.plan.frame or codec.default_frame("k" if role == "k" else "v")
         if frame == "pre" and source.rope is None:
             self.kept_post.append(f"{name}: {source.problem}")
             return "post"
         return frame
+
+
+class Predictors:
+    """Decoded rows that later codecs are predicted from: before RoPE, kept from their encoding until the last codec that takes them.
+
+    Args:
+        bound: (layer, role) -> codec.
+    """
+
+    def __init__(self, bound: Mapping[tuple[str, str], Codec]) -> None:
+        self.users = Counter(source for (layer, _), codec in bound.items() for source in sources_of(layer, codec).values())
+        self.kept: dict[tuple[str, str], tuple[int, mx.array]] = {}
+
+    def join(self, layer: str, role: str, rows: tuple[int, int], work: "SegmentWork") -> None:
+        """Let a coded segment take what it is predicted from, and keep its own decoded rows where others need them."""
+        if work.codec.needs:
+            work.given = partial(self._take, layer, work.codec)
+        if self.users[layer, role] and not isinstance(work.codec, Raw):
+            work.keep = partial(self.put, layer, role)
+
+    def put(self, layer: str, role: str, decoded: mx.array) -> None:
+        self.kept[layer, role] = (self.users[layer, role], decoded)
+
+    def _take(self, layer: str, codec: Codec) -> dict[str, mx.array]:
+        given = {}
+        for need, source in sources_of(layer, codec).items():
+            users, given[need] = self.kept.pop(source)
+            if users > 1:
+                self.kept[source] = (users - 1, given[need])
+        return given
+
+
+def sources_of(layer: str, codec: Codec) -> dict[str, tuple[str, str]]:
+    """Each of a bound codec's `needs` -> the (layer, role) that it means."""
+    return {need: (layer if need == "k" else str(codec.after), need[0]) for need in codec.needs}
 
 
 class _RoleRows:
@@ -269,6 +317,8 @@ class SegmentWork:
         codec, frame: how they are stored.
         dtype: of raw rows; a narrowing that would overflow is an error.
         tally: where the error is added, or None.
+        given: gives the decoded rows that the codec is predicted from, or None.
+        keep: takes the decoded rows, as they were coded, float32, or None.
     """
 
     fetch: Callable[[], mx.array]
@@ -279,14 +329,20 @@ class SegmentWork:
     frame: str
     dtype: mx.Dtype
     tally: Tally | None = None
+    given: Callable[[], dict[str, mx.array]] | None = None
+    keep: Callable[[mx.array], None] | None = None
     parts: dict[str, mx.array] | None = None
 
     def give(self, part: str) -> np.ndarray:
+        return to_numpy(self.encoded().pop(part))
+
+    def encoded(self) -> dict[str, mx.array]:
+        """The parts that were not given out yet."""
         if self.parts is None:
             self.parts = self._encode()
             # MLX keeps freed buffers; a few blocks' temporaries would outweigh the file.
             mx.clear_cache()
-        return to_numpy(self.parts.pop(part))
+        return self.parts
 
     def _encode(self) -> dict[str, mx.array]:
         rows = self.fetch()
@@ -299,23 +355,31 @@ class SegmentWork:
                 )
             return self.codec.encode(rows.astype(self.dtype))
         if self.frame == "pre":
-            rows = self._stripped(rows)
-        parts = self.codec.encode(rows)
+            rows = stripped(rows, self.positions(), self.rope)
+        given = None if self.given is None else self.given()
+        parts = self.codec.encode(rows) if given is None else self.codec.encode(rows, given)
         mx.eval(parts)
-        if self.tally is not None:
-            for start, stop, decoded in decode_blocks(self.codec, parts, self.shape):
-                self.tally.add(rows[:, start:stop].astype(mx.float32), decoded)
+        kept = None if self.keep is None else mx.zeros(self.shape, mx.float32)
+        if self.tally is not None or kept is not None:
+            for start, stop, decoded in decode_blocks(self.codec, parts, self.shape, given):
+                if self.tally is not None:
+                    self.tally.add(rows[:, start:stop].astype(mx.float32), decoded)
+                if kept is not None:
+                    kept[:, start:stop] = decoded
+                    mx.eval(kept)
+        if self.keep is not None and kept is not None:
+            self.keep(kept)
         return parts
 
-    def _stripped(self, rows: mx.array) -> mx.array:
-        """The rows before RoPE, float32."""
-        positions = self.positions()
-        whole = mx.zeros(self.shape, mx.float32)
-        for tokens in token_blocks(self.shape):
-            block = rows[:, tokens].astype(mx.float32)
-            whole[:, tokens] = rotate(block, positions[tokens], self.rope, unrotated(self.rope))
-            mx.eval(whole)
-        return whole
+
+def stripped(rows: mx.array, positions: np.ndarray, rope: RopeSpec | None) -> mx.array:
+    """Rows (H, S, D) as cached at these positions, before RoPE and in half-split order, float32."""
+    heads, count, dim = rows.shape
+    whole = mx.zeros(rows.shape, mx.float32)
+    for tokens in token_blocks((heads, count, dim)):
+        whole[:, tokens] = rotate(rows[:, tokens].astype(mx.float32), positions[tokens], rope, unrotated(rope))
+        mx.eval(whole)
+    return whole
 
 
 def decode_blocks(
