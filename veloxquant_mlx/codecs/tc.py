@@ -209,7 +209,7 @@ class Tc(Codec):
         return parts
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype, given: Given | None = None) -> mx.array:
-        parts = self._checked_parts(parts, self.layout(shape, dtype))
+        parts = self.checked(parts, shape)
         rows = self._checked_given(given, shape)
         out = mx.zeros(shape, dtype)
         keys = self.key_reader(parts) if self.role == "k" else None
@@ -237,6 +237,10 @@ class Tc(Codec):
         """(H,) int."""
         self._size()
         return np.array([int(digit) for digit in self.widths or ()])
+
+    def checked(self, parts: dict[str, mx.array], shape: Shape) -> dict[str, mx.array]:
+        """The parts of rows (H, S, D), or a ValueError that says which does not fit."""
+        return self._checked_parts(parts, self.layout(shape, mx.float32))
 
     def key_reader(self, parts: dict[str, mx.array]) -> "KeyReader":
         """What turns codes into components and those into keys.
