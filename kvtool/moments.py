@@ -15,7 +15,7 @@ layer or role against another, nor anything of V.
 
 Means are merged from piece to piece by the shift between them (Chan, Golub and LeVeque 1979), each piece's own sums being taken about its
 own mean in float64; matrices wider than 1024 are kept in float32. Memory, beside the model's own forward (or forward and backward) of
-`length` tokens: a layer's `cov` and `cross`, each (2HD)^2 values, and its metrics, 2 (HD)^2; 24 MiB in all at HD = 512 and 64 MiB at
+`length` tokens: a layer's `cov` and `cross`, each (2HD)^2 values, and its metrics, 2 (HD)^2; 20 MiB in all at HD = 512 and 48 MiB at
 HD = 1024. Shorter pieces take less for the passes, and see less of the long range.
 """
 
@@ -270,11 +270,14 @@ class _Layer:
             self.pairs += met.shape[1]
 
     def finish(self) -> LayerMoments:
+        """The means of what was summed; in place, as the sums are most of the memory."""
         k_mean, v_mean = self.mean.reshape(2, self.heads, self.dim)
-        k, v = (None, None) if self.fisher is None else (metric / self.count for metric in self.fisher)
-        cross = None if self.cross is None else self.cross / self.count
-        query = self.query / max(1, self.pairs)
-        return LayerMoments(self.heads, self.dim, self.count, k_mean, v_mean, self.cov / self.count, cross, k, v, query)
+        for total in (self.cov, self.cross, *(self.fisher or ())):
+            if total is not None:
+                total /= self.count
+        self.query /= max(1, self.pairs)
+        k, v = self.fisher or (None, None)
+        return LayerMoments(self.heads, self.dim, self.count, k_mean, v_mean, self.cov, self.cross, k, v, self.query)
 
 
 def _transposed(rope: RopeSpec | None) -> RopeSpec | None:

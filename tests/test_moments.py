@@ -37,14 +37,13 @@ GRADIENT_FAMILIES = ["llama", "llama-traditional", "llama-sliding", "gpt_oss", "
 @functools.cache
 def smooth(family: str) -> LoadedModel:
     """A tiny model whose log probability is differentiable everywhere: all experts speak, so that none is switched by a small change."""
-    return loaded(
-        tiny_random.build(family, **({"num_experts_per_tok": 4} if "num_experts_per_tok" in tiny_random.FAMILIES[family][1] else {}))
-    )
+    experts = {"num_experts_per_tok": 4} if "num_experts_per_tok" in tiny_random.FAMILIES[family][1] else {}
+    return loaded(tiny_random.build(family, **experts))
 
 
 @functools.cache
 def many_draws(family: str) -> Moments:
-    return collect(smooth(family), {f"draw {n}": ids(TOKENS) for n in range(128)}, recent=RECENT)
+    return collect(smooth(family), {f"draw {n}": ids(TOKENS) for n in range(64)}, recent=RECENT)
 
 
 def half_from_interleaved(x: np.ndarray, spec: RopeSpec) -> np.ndarray:
@@ -249,7 +248,7 @@ def test_metric_is_the_mean_square_of_gradients_before_rope(family: str) -> None
 def test_noise_costs_what_the_metric_says(family: str, layer: str, role: int) -> None:
     """Noise of a known covariance before RoPE: measured KL within 15 % of 1/2 sum_j tr(F S).
 
-    128 draws of y and 64 of the noise leave about 4 % each. At 0.002 nats the terms past the second order are below that.
+    64 draws of y and 64 of the noise leave about 4 % each (measured: within 5 %); at 0.002 nats the third order is below that.
     """
     model, tokens, target = smooth(family), ids(TOKENS), 0.002
     own, spec = many_draws(family).layers[layer], ropes(model)[layer]
@@ -273,6 +272,23 @@ def test_noise_costs_what_the_metric_says(family: str, layer: str, role: int) ->
         other = log_probs(model, tokens, layer, *((noise, still) if role == 0 else (still, noise)))
         costs.append((np.exp(exact) * (exact - other)).sum())
     assert np.mean(costs) == pytest.approx(target, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "quantised"])
+def test_models_in_16_bits_and_quantised_ones_have_a_metric(kind: str) -> None:
+    """In 16 bits that of the float32 model to 10 %: the same draws but for the few that rounding decides (measured 0.7 % at most)."""
+    texts = {f"draw {n}": ids(TOKENS) for n in range(32)}
+    if kind == "quantised":
+        module = tiny_random.build("llama", hidden_size=64, intermediate_size=64)
+        nn.quantize(module, group_size=32, bits=4)
+        own = collect(loaded(module), texts, recent=RECENT).layers
+        assert all(np.trace(layer.fisher_k) > 0 and np.isfinite(layer.fisher_k).all() for layer in own.values())
+        return
+    own, exact = (collect(tiny("llama", dtype), texts, recent=RECENT).layers for dtype in (kind, "float32"))
+    for name, layer in own.items():
+        for metric, expected in ((layer.fisher_k, exact[name].fisher_k), (layer.fisher_v, exact[name].fisher_v)):
+            assert metric is not None and expected is not None and metric.dtype == np.float64
+            assert np.trace(metric) == pytest.approx(np.trace(expected), rel=0.1)
 
 
 # --- what it leaves behind, and what it refuses -----------------------------------------------------------------------------------
