@@ -16,6 +16,7 @@ from formats.container import Reader
 from formats.errors import IncompatibleError, ManifestError
 from formats.examine import MAX_EXPANSION
 from kvtool.encoding import MLX_AFFINE
+from tests import tcz_cases
 from tests.library import rewrite, saved, tiny
 from tests.tc_cases import bound
 from veloxquant_mlx.codecs import CODECS, parse_codec
@@ -43,6 +44,7 @@ def test_every_codec_with_its_parts_and_params() -> None:
     table = {line.split("`")[1]: line for line in codecs.splitlines() if line.startswith("| `")}
     assert {*CODECS, MLX_AFFINE} <= set(table)
     written = [codec for plan in map(parse_codec, SPECS) for codec in (plan.k, plan.v)] + [*bound("tc-2"), *bound("tc-2:carry")]
+    written += tcz_cases.codecs()[0].values()
     for codec in written:
         for part in codec.layout((2, 3, 64), mx.float32):
             assert f"`{part}`" in table[codec.id], (codec.id, part)

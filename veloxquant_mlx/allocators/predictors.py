@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from veloxquant_mlx.allocators.symbol_models import CHUNK, bank, centroids, choose, quantise, shifted
+from veloxquant_mlx.allocators.symbol_models import CHUNK, bank, centroids, choose, shifted
 from veloxquant_mlx.allocators.transforms import LayerRows
 
 RIDGE = 3e-3  # of the mean variance of the inputs
@@ -192,7 +192,7 @@ def _role_tables(role: str, rows: np.ndarray, inputs: np.ndarray | None, metric:
 
 
 def _symbols(y: np.ndarray, step: float) -> np.ndarray:
-    return np.clip(quantise(y / np.float32(step)), -(2.0**31), 2.0**31 - 1).astype(np.int32)
+    return np.clip(np.rint(y / np.float32(step)), -(2.0**31), 2.0**31 - 1).astype(np.int32)
 
 
 def simulate(tables: TczTables, role: str, rows: np.ndarray, inputs: np.ndarray | None, step: float) -> tuple[np.ndarray, float]:

@@ -1,7 +1,7 @@
 """Bank of probability models for quantised components, the choice of one per component and chunk of tokens, and their centroids.
 
-A class is a zero-mean density of deviation s = 2^(t / 2) in steps, Laplace or Gaussian, cut at the quantiser's thresholds: symbol v > 0 is
-v - 1/2 + DEAD <= y < v + 1/2 + DEAD, and 0 is what lies between (a dead zone: rarer symbols for hardly more error; Sullivan 1996).
+A class is a zero-mean density of deviation s = 2^(t / 2) in steps, Laplace or Gaussian, over the cells of rounding: v - 1/2 to v + 1/2.
+(A dead zone around 0 of 1.2 steps instead of 1 would save 0.3 % of the bits at equal error and 0.75 bits a value, one of 1.4 nothing.)
 
     symbols      -A .. A of the class and an escape; frequencies are integers that sum to 2^16, each at least 1
     an escape    is followed by the value's 32 bits
@@ -21,13 +21,12 @@ import numpy as np
 TOTAL_BITS = 16
 TOTAL = 1 << TOTAL_BITS
 CHUNK = 256  # tokens that share a component's class
-DEAD = 0.0
 LAPLACE_T, GAUSS_T = range(-8, 11), range(-5, 11)  # half octaves of s
 SHIFTS = 26  # deviations up to 2^31
 ESCAPE_BITS = 32
-RANK_RATIO = 0.55  # a class one further from the expected one is this much rarer
+RANK_RATIO = 0.4  # a class one further from the expected one is this much rarer
 GAIN_FLOOR = 0.45
-CHECKSUM = 0xADBE207F  # of every frequency
+CHECKSUM = 0x4FE5AA0C  # of every frequency
 
 
 class Bank(NamedTuple):
@@ -72,7 +71,7 @@ def _moment(family: int, s: float, x: float) -> float:
 
 def exact_frequencies(family: int, t: int) -> np.ndarray:
     """Float64 multiples of 2^-16 of the symbols 1, 2, ... A and of the escape, before rounding."""
-    s, tails, x = 2.0 ** (t / 2), [], 0.5 + DEAD
+    s, tails, x = 2.0 ** (t / 2), [], 0.5
     while not tails or tails[-1] * TOTAL >= 0.5 or len(tails) < 2:
         tails.append(_tail(family, s, x))
         x += 1
@@ -99,7 +98,7 @@ def bank() -> Bank:
         a, s = int(reach[c]), 2.0 ** (t[c] / 2)
         cost[c] = TOTAL_BITS - math.log2(counts[-1]) + ESCAPE_BITS
         cost[c, width - a : width + a + 1] = TOTAL_BITS - np.log2(counts[:-1])
-        edges = np.arange(a + 1) + 0.5 + DEAD
+        edges = np.arange(a + 1) + 0.5
         mass, first = (-np.diff([g(int(family[c]), s, x) for x in edges]) for g in (_tail, _moment))
         side = np.where(mass > 1e-30, first / np.maximum(mass, 1e-300), edges[:-1])
         side = np.clip(side, edges[:-1], edges[1:])
@@ -122,11 +121,6 @@ def checksum() -> int:
     """CRC-32 of all frequencies: what decoding depends on."""
     b = bank()
     return zlib.crc32(np.concatenate([*b.frequencies, b.rank_frequencies]).astype("<u4").tobytes())
-
-
-def quantise(y: np.ndarray) -> np.ndarray:
-    """Symbols of components in steps, float64 integers."""
-    return np.sign(y) * np.floor(np.maximum(np.abs(y) + (0.5 - DEAD), 0))
 
 
 def shifted(expected: np.ndarray, steps: float) -> np.ndarray:

@@ -3,13 +3,14 @@
 SPEC  = CODEC | FIELD, or several, with commas      rvq-2+2        rabitq,sink=4,recent=32        k=rabitq,v=rvq-2+2,frame=pre
 FIELD = k=CODEC | v=CODEC | sink=N | recent=N | frame=post|pre
 CODEC = raw | rvq-N[:OPTION...] | rvq-A+B[:OPTION...] | rabitq[:OPTION...] | rabitq-N[:OPTION...] | affine-N[:AFFINE...]
-      | commvq-N[:PLANES] | vecinfer-N[:SMOOTH] | qjl[:QJL...] | qjl-N[:QJL...] | tc-N[:TC...]
+      | commvq-N[:PLANES] | vecinfer-N[:SMOOTH] | qjl[:QJL...] | qjl-N[:QJL...] | tc-N[:TC...] | tcz-R
 OPTION = norm | ls | unbiased | center | nocenter | seed=N
 AFFINE = group=N | channel | token
 PLANES = first=N:dims=N                               rotary entries, found from the model where it is there
 SMOOTH = smooth | nosmooth
 QJL = center | nocenter | seed=N
 TC = carry | seed=N                                   calibrated; carry puts the tables into the file
+R = bits a value of the whole cache, 0.5 to 3         calibrated, for storage: entropy-coded, decoded when loaded
 """
 
 from dataclasses import dataclass
@@ -22,14 +23,15 @@ from veloxquant_mlx.codecs.rabitq import Rabitq
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.codecs.tc import Tc
+from veloxquant_mlx.codecs.tcz import Tcz
 from veloxquant_mlx.codecs.vecinfer import VecInfer
 
 __all__ = ["BLOCK_VALUES", "CODECS", "Codec", "CodecPlan", "parse_codec", "token_blocks"]
 
-CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Rvq, Rabitq, Affine, CommVq, VecInfer, Qjl, Tc)}
+CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Rvq, Rabitq, Affine, CommVq, VecInfer, Qjl, Tc, Tcz)}
 KNOWN = (
     "raw, rvq-N (rvq-4), rvq-A+B (rvq-2+2), rabitq, rabitq-N (rabitq-4), affine-N (affine-4), commvq-N (commvq-2), "
-    "vecinfer-N (vecinfer-2), qjl, qjl-N (qjl-2), tc-N (tc-2, calibrated); "
+    "vecinfer-N (vecinfer-2), qjl, qjl-N (qjl-2), tc-N (tc-2, calibrated), tcz-R (tcz-1.1, calibrated); "
     "per role k=... and v=...; sink=N, recent=N, frame=post|pre"
 )
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from formats.errors import ManifestError
 from veloxquant_mlx.allocators.predictors import TczTables
-from veloxquant_mlx.allocators.symbol_models import CHUNK, centroids, quantise
+from veloxquant_mlx.allocators.symbol_models import CHUNK, centroids
 from veloxquant_mlx.codecs import _entropy
 from veloxquant_mlx.codecs._base import Codec, Frame, Given, Layout, RoleName, Shape, token_blocks
 
@@ -168,10 +168,9 @@ class Tcz(Codec):
             y = np.array((_wide(x[:, tokens].astype(mx.float32)) - p) @ forward)
             if not (np.abs(y) < _LARGEST_SYMBOL).all():
                 count = int((~(np.abs(y) < _LARGEST_SYMBOL)).sum())
-                raise ValueError(
-                    f"[tcz] tokens {tokens.start} to {tokens.stop}: {count} components are beyond 2^30 steps of {self.step:g}; --codec raw stores them."
-                )
-            more, sizes = _entropy.encode(quantise(y).astype(np.int32), expected)
+                where = f"{count} components of tokens {tokens.start} to {tokens.stop}"
+                raise ValueError(f"[tcz] {where} are beyond 2^30 steps of {self.step:g}; --codec raw stores them.")
+            more, sizes = _entropy.encode(np.rint(y).astype(np.int32), expected)
             words.append(more)
             index.append(sizes)
         return {
