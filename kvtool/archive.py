@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,8 @@ from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 from formats.container import Reader, open_container, write_container
 from formats.errors import IncompatibleError
 from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Tokens
-from kvtool.calibrations import Calibration, Shelf, shelf_of
+from kvtool.binding import Binding, bind, layer_sources, own_moments
+from kvtool.calibrations import Calibration, Shelf, is_calibrated, resolve, shelf_of
 from kvtool.capturing import Snapshot, vocabulary
 from kvtool.compat import check_identity, check_layers, check_ropes, check_rows
 from kvtool.decoding import Decoder
@@ -25,6 +27,7 @@ from kvtool.snapshot import build_caches
 from kvtool.states import CacheState
 from kvtool.version import __version__
 from veloxquant_mlx.codecs import CodecPlan, parse_codec
+from veloxquant_mlx.codecs.tc import CARRIED
 
 Progress = Callable[[int, int], None]
 # Room in the reserved header for the quality record, written once the data is out: two short numbers a layer and some text.
@@ -47,6 +50,9 @@ class SaveReport:
         kept_raw: what the codec could not take and was kept verbatim, with the reason.
         kept_post: what was encoded after RoPE although `pre` was asked for, with the reason.
         requantised: what mlx-lm had quantised already and the codec coded once more; `quality` counts from mlx-lm's values.
+        calibration: digest of the calibration that the file needs to be decoded, or None.
+        fallbacks: what a calibrated codec was to take and another one does, "layer.role: codec, reason".
+        notes: what else a caller should know.
     """
 
     path: str
@@ -59,6 +65,9 @@ class SaveReport:
     kept_raw: tuple[str, ...]
     kept_post: tuple[str, ...]
     requantised: tuple[str, ...] = ()
+    calibration: str | None = None
+    fallbacks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -136,6 +145,8 @@ def save(
     sink: int | None = None,
     recent: int | None = None,
     frame: str | None = None,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
+    model: LoadedModel | None = None,
     compress: bool = True,
     progress: Progress | None = None,
 ) -> SaveReport:
@@ -148,21 +159,30 @@ def save(
         sink: keep this many first tokens exact (lossy codecs).
         recent: keep this many newest tokens exact (lossy codecs).
         frame: encode keys "post" (as cached) or "pre" (before RoPE); None is the codec's default.
+        calibration: tables for a calibrated codec: a calibration, its file or digest, "auto" (the store's newest for the model) or "self"
+            (learnt from this cache, with `model`, and carried in the file); None is "auto" where there is one, else "self".
+        model: the model that computed the snapshot, for "self".
         compress: zstd each tensor where that saves bytes.
         progress: called with (bytes written, bytes in all).
     Returns:
         SaveReport
     Raises:
-        ValueError: unknown codec, or values it cannot take (not finite).
+        ValueError: unknown codec, values it cannot take (not finite), or a calibrated codec without anything to take tables from.
+        IncompatibleError: a calibration of another model.
         OSError: the disk's own errors; nothing is visible then.
     """
     plan = codec_plan(codec, sink, recent, frame)
-    encoder = Encoder(plan)
+    binding = None
+    if is_calibrated(plan.k) or is_calibrated(plan.v):
+        moments = None if model is None else partial(own_moments, model, snapshot.tokens, plan)
+        sources = layer_sources(snapshot.states, snapshot.probes)
+        binding = bind(plan, sources, resolve(calibration, snapshot.model.weights), moments)
+    encoder = Encoder(plan, bound={} if binding is None else binding.codecs)
     layers = tuple(
         encoder.layer(str(i), state, probe) for i, (state, probe) in enumerate(zip(snapshot.states, snapshot.probes, strict=True))
     )
     report = write_archive(
-        path, snapshot.model, snapshot.tokens, snapshot.length, layers, encoder, (), compress=compress, progress=progress
+        path, snapshot.model, snapshot.tokens, snapshot.length, layers, encoder, (), binding=binding, compress=compress, progress=progress
     )
     cache_bytes, values = live_sizes(layers)
     return replace(report, cache_bytes=cache_bytes, fp16_bytes=2 * values)
@@ -180,11 +200,14 @@ def write_archive(
     step: str = "encode",
     details: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
+    binding: Binding | None = None,
     compress: bool = True,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Write encoded layers as a container; the error of this step joins the quality record once the data is out."""
     ids = None if tokens is None else tuple(tokens)
+    if binding is not None:
+        details = {**(details or {}), "calibration": binding.calibration or CARRIED, "fallbacks": len(binding.fallbacks)}
 
     def manifest() -> Manifest:
         return Manifest(
@@ -213,6 +236,9 @@ def write_archive(
         kept_raw=tuple(encoder.kept_raw),
         kept_post=tuple(encoder.kept_post),
         requantised=tuple(encoder.requantised),
+        calibration=None if binding is None else binding.calibration,
+        fallbacks=() if binding is None else tuple(binding.fallbacks),
+        notes=() if binding is None else tuple(binding.notes),
     )
 
 

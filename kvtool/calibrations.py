@@ -12,10 +12,11 @@ from formats.calibration import CalibrationFile, read_calibration
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import ModelInfo
 from kvtool import calibration_store as store
+from veloxquant_mlx.allocators.predictors import TczTables
 from veloxquant_mlx.allocators.transforms import TcTables
 from veloxquant_mlx.codecs import Codec
 
-AUTO = "auto"
+AUTO, SELF = "auto", "self"
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 
 
@@ -29,7 +30,7 @@ class Tables(Protocol):
 
 
 # id of a calibrated codec -> the class of its tables. A kind is the id, or with several designs the id, a hyphen and the design's rate.
-KINDS: dict[str, type[Any]] = {"tc": TcTables}
+KINDS: dict[str, type[Any]] = {"tc": TcTables, "tcz": TczTables}
 
 
 def is_calibrated(codec: Codec) -> bool:
@@ -95,20 +96,25 @@ def load(path: str | os.PathLike[str]) -> Calibration:
     return Calibration(file, digest, Path(path))
 
 
-def resolve(spec: str | os.PathLike[str] | Calibration, weights: str | None) -> Calibration:
+def resolve(spec: str | os.PathLike[str] | Calibration | None, *weights: str | None) -> Calibration | None:
     """The calibration that a user names.
 
     Args:
-        spec: a file, a digest (8 digits at least) of the store, or "auto": the store's newest for the model.
-        weights: digest of the model's weights.
+        spec: a file, a digest (8 digits at least) of the store, "auto": the store's newest for the model, or "self": none, tables are to be
+            learnt from the cache. None is "auto" where the store has one for the model, else "self".
+        weights: digests of the model's weights, or of several that will do.
     Raises:
         IncompatibleError: there is none, or it is of another model.
         FormatError, OSError: what is wrong with the file.
     """
     if isinstance(spec, Calibration):
         found = spec
-    elif spec == AUTO:
-        digest = store.newest_for(weights)
+    elif spec == SELF:
+        return None
+    elif spec is None or spec == AUTO:
+        digest = next((digest for w in weights if (digest := store.newest_for(w)) is not None), None)
+        if digest is None and spec is None:
+            return None
         if digest is None:
             what = f"{store.folder()} has no calibration of this model"
             raise IncompatibleError(what, hint="make one with kvtool calibrate, or name a file")
@@ -120,10 +126,10 @@ def resolve(spec: str | os.PathLike[str] | Calibration, weights: str | None) -> 
         found = _kept(digests[0])
     else:
         found = load(spec)
-    if found.model.weights is None or found.model.weights != weights:
+    if found.model.weights is None or found.model.weights not in weights:
         raise IncompatibleError(
             f"calibration {found.digest[:12]} is of {found.model.name}, whose weights {str(found.model.weights)[:12]} are not "
-            f"{str(weights)[:12]} of this model",
+            f"{str(weights[0])[:12]} of this model",
             path=None if found.path is None else str(found.path),
             hint="calibrate this model",
         )
@@ -168,7 +174,9 @@ class Shelf:
 
 
 def shelf_of(calibration: str | os.PathLike[str] | Calibration | None) -> Shelf:
-    """A shelf with a calibration, or that of a file, beside the store's."""
-    if calibration is None:
+    """A shelf with a calibration, or that of a file, beside the store's; what else `resolve` takes is found there."""
+    if isinstance(calibration, Calibration):
+        return Shelf([calibration])
+    if calibration in (None, AUTO, SELF) or (_DIGEST.fullmatch(str(calibration)) and not Path(str(calibration)).exists()):
         return Shelf()
-    return Shelf([calibration if isinstance(calibration, Calibration) else load(calibration)])
+    return Shelf([load(str(calibration))])

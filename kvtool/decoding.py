@@ -191,6 +191,8 @@ class Decoder:
         given = self._given(name, role, codec, segment.rows)
         parts = read_parts(self.reader, segment, codec, shape)
         keep = mx.zeros(shape, mx.float32) if self._is_needed(name, role, segment.rows) else None
+        if keep is not None and segment.frame == "post" and about.rope is not None:
+            raise ManifestError(f"rows of {name}.{role}, that others are predicted from, are stored after RoPE", path=self.reader.path)
         try:
             for first, last, block in decode_blocks(codec, parts, shape, given):
                 if keep is not None:
@@ -257,8 +259,6 @@ class Decoder:
         if about is None or segment is None or self.reader.manifest.codecs[segment.codec].id == MLX_AFFINE:
             what = f"rows {span[0]} to {span[1]} of {name}.{role}, that others are predicted from, are not one coded segment"
             raise ManifestError(what, path=self.reader.path)
-        if segment.frame == "post" and about.rope is not None:
-            raise ManifestError(f"rows of {name}.{role}, that others are predicted from, are stored after RoPE", path=self.reader.path)
         for _ in self._blocks(name, role, segment):
             pass
 

@@ -262,6 +262,7 @@ class Predictors:
     def __init__(self, bound: Mapping[tuple[str, str], Codec]) -> None:
         self.users = Counter(source for (layer, _), codec in bound.items() for source in sources_of(layer, codec).values())
         self.kept: dict[tuple[str, str], tuple[int, mx.array]] = {}
+        self.works: dict[tuple[str, str], SegmentWork] = {}
 
     def join(self, layer: str, role: str, rows: tuple[int, int], work: "SegmentWork") -> None:
         """Let a coded segment take what it is predicted from, and keep its own decoded rows where others need them."""
@@ -269,6 +270,7 @@ class Predictors:
             work.given = partial(self._take, layer, work.codec)
         if self.users[layer, role] and not isinstance(work.codec, Raw):
             work.keep = partial(self.put, layer, role)
+            self.works[layer, role] = work
 
     def put(self, layer: str, role: str, decoded: mx.array) -> None:
         self.kept[layer, role] = (self.users[layer, role], decoded)
@@ -276,9 +278,13 @@ class Predictors:
     def _take(self, layer: str, codec: Codec) -> dict[str, mx.array]:
         given = {}
         for need, source in sources_of(layer, codec).items():
+            # An eager codec may be predicted from rows that are not yet written.
+            self.works[source].encoded()
             users, given[need] = self.kept.pop(source)
             if users > 1:
                 self.kept[source] = (users - 1, given[need])
+            else:
+                del self.works[source]
         return given
 
 

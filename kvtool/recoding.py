@@ -17,6 +17,8 @@ from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment
 from kvtool.archive import Archive, SaveReport, codec_plan, live_sizes, write_archive
 from kvtool.archive import open as open_archive
+from kvtool.binding import Binding, LayerSource, bind, own_moments
+from kvtool.calibrations import KINDS, Calibration, is_calibrated, resolve
 from kvtool.compat import check_layers, short
 from kvtool.decoding import FLOATS, check_role, codec_of, part_dtypes, rope_of
 from kvtool.encoding import MLX_AFFINE, Encoder, Positions, RoleSource, SegmentWork
@@ -43,6 +45,7 @@ def recode(
     sink: int | None = None,
     recent: int | None = None,
     frame: str | None = None,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SaveReport:
     """Write `source` again with keys rotated for another RoPE base, model or position, or with another codec.
@@ -55,6 +58,7 @@ def recode(
         shift: move every position by this many.
         codec: encode again with this codec; None keeps each tensor's own.
         sink, recent, frame: as in `save`, with `codec`.
+        calibration: as in `save`, for a calibrated codec ("self" needs `to_model`); a file of one also serves what `source` is coded with.
         progress: called with (bytes written, bytes in all).
     Returns:
         SaveReport; its `quality` is the error this step added, None where it added none.
@@ -70,13 +74,19 @@ def recode(
         raise ValueError("[recode] sink, recent and frame go with a codec.")
     if to_model is None and rope_theta is None and shift == 0 and codec is None:
         raise ValueError("[recode] nothing to do: give to_model, rope_theta, shift or codec.")
-    with open_archive(source) as archive:
+    with open_archive(source, calibration=calibration) as archive:
         manifest = archive.manifest
         probes = None if to_model is None else _fit(archive, to_model)
         plan = None if codec is None else codec_plan(codec, sink, recent, frame)
         if rope_theta is not None:
             _check_one_base(archive)
         job = _Recoder(archive, plan, rope_theta, shift)
+        if plan is not None and (is_calibrated(plan.k) or is_calibrated(plan.v)):
+            weights = [manifest.model.weights, None if to_model is None else to_model.info.weights]
+            moments = None if to_model is None else partial(own_moments, to_model, archive.tokens, plan)
+            table = probes or [None] * len(manifest.layers)
+            sources = [s for i, info in enumerate(manifest.layers) for s in job.sources(str(i), info, table[i])]
+            job.bind(bind(plan, sources, resolve(calibration, *weights), moments))
         layers = tuple(job.cache(str(i), info, None if probes is None else probes[i]) for i, info in enumerate(manifest.layers))
         model = manifest.model if to_model is None else to_model.info
         details: dict[str, Any] = {"header_only": sorted(job.untouched - job.touched), "reencoded": sorted(job.touched)}
@@ -102,6 +112,7 @@ def recode(
             step="recode",
             details=details,
             extra=origin(manifest, model),
+            binding=job.binding,
             progress=progress,
         )
         cache_bytes, values = live_sizes(manifest.layers)
@@ -148,6 +159,7 @@ class _Recoder:
         self.plan = plan
         self.rope_theta = rope_theta
         self.shift = shift
+        self.binding: Binding | None = None
         self.encoder = Encoder(plan or CodecPlan(k=Raw(), v=Raw(), sink=0, recent=0, frame=None))
         self.untouched: set[str] = set()
         self.touched: set[str] = set()
@@ -177,6 +189,26 @@ class _Recoder:
             caches=caches,
         )
         return self.encoder.live_class(new)
+
+    def bind(self, binding: Binding | None) -> None:
+        """Encode with these codecs instead of the plan's."""
+        self.binding = binding
+        if binding is not None:
+            self.encoder = replace(self.encoder, bound=binding.codecs)
+
+    def sources(self, name: str, info: CacheInfo, probe: CacheProbe | None) -> list[LayerSource]:
+        """A cache and those in it as they are to be encoded again."""
+        positions = tuple((a + self.shift, b + self.shift) for a, b in info.positions)
+        found: dict[str, RoleSource | None] = {"k": None, "v": None}
+        for role in found:
+            old, live = getattr(info, role), None if probe is None else getattr(probe, role)
+            if old is not None:
+                check_role(self.reader.path, old)
+                rope = rope_of(self.reader, old.rope)
+                target = self._target(f"{name}.{role}", rope, live)
+                found[role] = self._source(f"{name}.{role}", old, Positions(info.positions), Positions(positions), rope, target)
+        inner = [s for i, c in enumerate(info.caches) for s in self.sources(f"{name}.{i}", c, None if probe is None else probe.caches[i])]
+        return [LayerSource(name, found["k"], found["v"], positions), *inner]
 
     def _problem(self, name: str) -> str | None:
         """Why a role's rotation was not known when the file was written, or None."""
@@ -241,21 +273,23 @@ class _Recoder:
         target: RopeSpec | None,
     ) -> Role | None:
         self.touched.add(name)
-        rows = old.segments[-1].rows[1]
-        problem = self._problem(name)
         if any(self.reader.manifest.codecs[s.codec].id == MLX_AFFINE for s in old.segments):
             self.encoder.requantised.append(name)
+        return self.encoder.role(name, role, self._source(name, old, before, after, source, target), after.ranges)
+
+    def _source(
+        self, name: str, old: Role, before: Positions, after: Positions, source: RopeSpec | None, target: RopeSpec | None
+    ) -> RoleSource:
+        """A role's rows, decoded and rotated."""
+        rows, (layer, role) = old.segments[-1].rows[1], name.rsplit(".", 1)
 
         def fetch() -> mx.array:
-            layer, which = name.rsplit(".", 1)
-            value = self.decoder.role(layer, which)
+            value = self.decoder.role(layer, role)
             assert value is not None
             array = value.dequantize() if isinstance(value, Quantized) else value
             return self._rotated(array, before, after, (0, rows), source, target)
 
-        return self.encoder.role(
-            name, role, RoleSource((old.heads, rows, old.dim), FLOATS[old.dtype], target, problem, fetch), after.ranges
-        )
+        return RoleSource((old.heads, rows, old.dim), FLOATS[old.dtype], target, self._problem(name), fetch)
 
     def _segment(
         self,
@@ -283,6 +317,9 @@ class _Recoder:
             codec: Codec = Raw()
             dtype = FLOATS[role.dtype]
         else:
+            if codec_info.id in KINDS:
+                what = f"{name}: its rows are stored after RoPE by {codec_info.id}, which cannot code them again without its tables"
+                raise IncompatibleError(what, path=self.reader.path, hint="give --codec")
             codec = codec_of(self.reader.path, codec_info)
             dtypes = part_dtypes(self.reader, segment, codec, shape)
             dtype = FLOATS[dtypes["data"] if isinstance(codec, Raw) else role.dtype]

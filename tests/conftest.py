@@ -5,9 +5,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from formats.calibration import to_bytes
 from kvtool.blas import loaded_openblas
 from kvtool.model import LoadedModel, load_model
+from tests.library import calibration_of
 from tests.smollm2.make import models_at
+from tests.texts import text
 
 
 def pytest_report_header() -> str:
@@ -22,6 +25,12 @@ def tiny_a() -> LoadedModel:
 @pytest.fixture(scope="session")
 def tiny_b() -> LoadedModel:
     return load_model("tiny-b")
+
+
+@pytest.fixture(scope="session")
+def calibration_a(tiny_a: LoadedModel) -> bytes:
+    """The bytes of a calibration of tiny-a from 320 tokens."""
+    return to_bytes(calibration_of(tiny_a, tiny_a.tokenizer.encode(text("technical"))[:320]))
 
 
 @pytest.fixture(scope="session")

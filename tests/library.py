@@ -15,10 +15,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvtool
+from formats.calibration import CalibrationFile
 from formats.container import TensorPlan, open_container, write_container
 from formats.manifest import ModelInfo, parse, to_json
+from kvtool.binding import layer_sources
+from kvtool.encoding import Positions, stripped
 from kvtool.model import LoadedModel
+from kvtool.moments import collect
 from tests import tiny_random
+from veloxquant_mlx.allocators.predictors import build_at
+from veloxquant_mlx.allocators.transforms import LayerRows, build_tc
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -127,3 +133,22 @@ def digests(path: Path) -> dict[str, str]:
     """Tensor name -> digest of what is stored."""
     with open_container(path) as reader:
         return {name: info.blake3 for name, info in reader.tensors.items()}
+
+
+def calibration_of(model: LoadedModel, tokens: Sequence[int], step: float = 0.02) -> CalibrationFile:
+    """A calibration of a model from one text: tables for `tc`, and for `tcz` at one design step, without the search for a rate's."""
+    snapshot = kvtool.capture(model, list(tokens))
+    moments = collect(model, {"text": list(tokens)}, length=len(tokens))
+    rows = {}
+    for source in layer_sources(snapshot.states, snapshot.probes):
+        if source.name in moments.layers:
+            assert source.k is not None and source.v is not None
+            at = Positions(source.positions).of(0, source.k.shape[1])
+            k, v = (np.array(stripped(role.fetch(), at, role.rope)).swapaxes(0, 1)[4:] for role in (source.k, source.v))
+            about = moments.layers[source.name]
+            assert about.fisher_k is not None and about.fisher_v is not None
+            rows[source.name] = LayerRows(k, v, about.fisher_k, about.fisher_v)
+    tables = {"tc": {name: build_tc(layer).to_arrays() for name, layer in rows.items()}}
+    chained = build_at(list(rows.values()), step, 1.0)[0]
+    tables["tcz-1"] = {name: own.to_arrays() for name, own in zip(rows, chained, strict=True)}
+    return CalibrationFile(model.info, moments.texts, moments.tokens, tables, skipped=moments.skipped)
