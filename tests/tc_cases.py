@@ -11,14 +11,15 @@ DIGEST = "5e" * 32
 
 
 def layer(count: int = 2000, seed: int = 0, heads: int = 2, dim: int = 8) -> LayerRows:
-    """Correlated keys around a mean, values that are mostly a linear function of them, one hidden source with heavy tails."""
-    rng = np.random.default_rng(seed)
-    size = heads * dim
-    hidden = rng.standard_normal((count, size)) * np.exp(rng.standard_normal(size))
-    hidden[:, 0] = rng.laplace(size=count) * 5
-    k = hidden @ rng.standard_normal((size, size)) / 4 + 3 * rng.standard_normal(size)
-    v = k @ rng.standard_normal((size, size)) / 4 + 0.3 * rng.standard_normal((count, size)) + rng.standard_normal(size)
+    """Rows of one layer for each seed, whatever their count: correlated keys around a mean, one hidden source with heavy tails, and
+    values that are mostly a linear function of the keys."""
+    rng, size = np.random.default_rng(seed), heads * dim
+    sizes, k_mix, k_mean, v_mix, v_mean = np.exp(rng.standard_normal(size)), *(rng.standard_normal(n) for n in ((size, size), size) * 2)
     f = [a @ a.T / size for a in rng.standard_normal((2, size, size)) * np.exp(rng.standard_normal((2, 1, size)))]
+    hidden = rng.standard_normal((count, size)) * sizes
+    hidden[:, 0] = rng.laplace(size=count) * 5
+    k = hidden @ k_mix / 4 + 3 * k_mean
+    v = k @ v_mix / 4 + 0.3 * rng.standard_normal((count, size)) + v_mean
     return LayerRows(k.reshape(count, heads, dim), v.reshape(count, heads, dim), *f)
 
 

@@ -81,6 +81,8 @@ class Components:
         """Codes (n, T), T a multiple of 32 -> (1, T / 32, bytes) uint8."""
         blocks = codes.shape[1] // BLOCK
         out = np.zeros((blocks, self.block_bytes), np.uint8)
+        if not blocks:
+            return mx.array(out)[None]
         for width, own, at, _, _ in self._by_width:
             rows = np.ascontiguousarray(codes[own].reshape(len(own), blocks, BLOCK).swapaxes(0, 1))
             out[:, at] = np.array(pack(mx.array(rows), width)).reshape(blocks, -1)

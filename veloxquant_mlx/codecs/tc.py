@@ -39,7 +39,7 @@ from veloxquant_mlx.allocators.transforms import (
     value_tables,
 )
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, SMALLEST, Codec, Frame, Given, Layout, RoleName, Shape, token_blocks
-from veloxquant_mlx.codecs._bits import pack, unpack
+from veloxquant_mlx.codecs._bits import unpack
 from veloxquant_mlx.codecs._components import BLOCK, Components
 from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS
 from veloxquant_mlx.codecs._rotation import rotate, unrotate
@@ -113,7 +113,8 @@ class Tc(Codec):
         """
         carry = self.carry or digest is None
         bound = replace(self, role=role, carry=carry, layer=layer, digest=None if carry else digest, keys=widths.k)
-        return replace(bound, widths=widths.v if role == "v" else None).with_tables(tables)
+        own = {"widths": widths.v} if role == "v" else {"widths": None, "seed": DEFAULT_SEED}  # keys are not rotated
+        return replace(bound, **own).with_tables(tables)
 
     @property
     def calibration(self) -> str | None:
@@ -202,7 +203,7 @@ class Tc(Codec):
         self.layout(x.shape, x.dtype)
         if self.tables is None:
             raise ValueError(f"[{self.id}] layer {self.layer!r} needs a calibration to be encoded: bind the codec to its tables.")
-        rows = self._checked_given(given, x.shape)
+        rows = self._given_keys(given, x.shape)
         self._check_finite(x)
         parts = self._encode_keys(x) if self.role == "k" else self._encode_values(x, rows["k"])
         mx.eval(parts)
@@ -210,7 +211,7 @@ class Tc(Codec):
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype, given: Given | None = None) -> mx.array:
         parts = self.checked(parts, shape)
-        rows = self._checked_given(given, shape)
+        rows = self._given_keys(given, shape)
         out = mx.zeros(shape, dtype)
         keys = self.key_reader(parts) if self.role == "k" else None
         values = self.value_reader(parts) if self.role == "v" else None
@@ -290,6 +291,12 @@ class Tc(Codec):
                     f"[{self.id}] part {name!r} must be finite, but {np.count_nonzero(~np.isfinite(table))} values are not."
                 )
 
+    def _given_keys(self, given: Given | None, shape: Shape) -> dict[str, mx.array]:
+        rows = self._checked_given(given, shape)
+        if rows and tuple(rows["k"].shape) != tuple(shape):
+            raise ValueError(f"[{self.id}] given 'k' must be float32 {tuple(shape)}, but got {tuple(rows['k'].shape)}.")
+        return rows
+
     def _own_tables(self) -> TcTables:
         if self.tables is None:
             raise ValueError(f"[{self.id}] layer {self.layer!r} needs the calibration {self.digest}: give its tables (with_tables).")
@@ -347,10 +354,10 @@ class Tc(Codec):
         scales, limits = scale_codes(np.concatenate(sizes, axis=1) if sizes else np.zeros((x.shape[0], 0)))
         whole = np.zeros((x.shape[0], -(-x.shape[1] // BLOCK) * BLOCK), np.uint8)
         whole[:, : x.shape[1]] = scales
-        tiled = np.ascontiguousarray(whole.reshape(x.shape[0], -1, BLOCK).swapaxes(0, 1))
+        every = Components(np.full(x.shape[0], SCALE_BITS), np.full(x.shape[0], GAUSSIAN), unbiased=False)
         parts = {
             "codes": _concatenated(blocks, (1, 0, reader.components.block_bytes)),
-            "scales": pack(mx.array(tiled), SCALE_BITS).reshape(1, len(tiled), x.shape[0] * BLOCK * SCALE_BITS // 8),
+            "scales": every.pack(whole),
             "range": mx.array(limits).astype(mx.float16),
         }
         if self.carry:
@@ -394,7 +401,7 @@ class ValueReader:
         mix[key_widths.reshape(-1) > 0] = tables.mix
         self.k_mean, self.v_mean = mx.array(tables.k_mean)[:, None, None], mx.array(tables.v_mean)[:, None, None]
         self.forward = mx.array(np.ascontiguousarray(_per_head(key_widths, tables.forward).swapaxes(1, 2)))[:, None]
-        self.mix = mx.array(mix)
+        self.mix = mx.array(mix)[None]  # with a matrix of two axes MLX would join the tiles, and sum otherwise for each number of them
         top, step = limits.astype(np.float64).T
         table = np.exp2(top[:, None] - step[:, None] * np.arange(ZERO + 1)).clip(0, np.finfo(np.float32).max)
         table[:, ZERO] = 0

@@ -106,7 +106,7 @@ def _finished(
     turn, shift = mx.matmul(reader.back[:, 0], forward), mx.matmul((reader.mean - added.k_mean)[:, 0], forward)  # (H, D, D), (H, 1, D)
     by_input = (c / norm).reshape(heads, rows, heads, dim).transpose(2, 0, 1, 3).reshape(heads, heads * rows, dim)
     inputs = (mx.matmul(by_input, turn) + shift).reshape(heads, heads, rows, dim).transpose(1, 2, 0, 3).reshape(heads, rows, heads * dim)
-    mix = added.mix.reshape(heads * dim, heads, dim).transpose(1, 0, 2)  # (H, H D, D): inputs to the values of each head
+    mix = added.mix[0].reshape(heads * dim, heads, dim).transpose(1, 0, 2)  # (H, H D, D): inputs to the values of each head
     out = mx.matmul(inputs, mix) + added.v_mean[:, 0] + unrotate(z / norm, added.seed)
     out = mx.where(total > 0, out, 0.0)
     return out.reshape(shape), (most + mx.log(total)).reshape(shape[:2])
