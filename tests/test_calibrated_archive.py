@@ -1,5 +1,6 @@
 """Files of calibrated codecs: bound to every layer, decoded with the calibration they name, and what happens where it is not there."""
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -349,3 +350,93 @@ def test_stripped_rows_are_before_rope(snapshot: Snapshot) -> None:
     value = np.bincount(tokens).argmax()
     same = bare[:, tokens == value]
     assert same.shape[1] > 2 and np.abs(same - same[:, :1]).max() < 1e-3 * np.abs(same).max()
+
+
+# --- recode ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{"rope_theta": 5e5}, {"shift": 37}])
+def test_recode_edits_the_header_alone(how: dict[str, Any], chained: tuple[Path, Calibration], snapshot: Snapshot, tmp_path: Path) -> None:
+    """No coded tensor changes, without the calibration even; what is decoded is what was decoded, turned as float64 turns it."""
+    source, calibration = chained
+    report = kvtool.recode(source, tmp_path / "y.kv", **how)
+    # Keys in the window and the sinks are stored as cached.
+    assert report.quality is not None and report.quality["partly"] == report.quality["reencoded"] == [f"{i}.k" for i in range(4)]
+    assert "k_relative_error" not in report.quality
+    with open_container(source) as a, open_container(tmp_path / "y.kv") as b:
+        coded = [n for n in a.tensors if not n.endswith(".data")]
+        assert coded and all(a.tensors[n].blake3 == b.tensors[n].blake3 for n in coded)
+    before, after = states_of(source, calibration=calibration), states_of(tmp_path / "y.kv", calibration=calibration)
+    rope = snapshot.probes[0].k
+    assert rope is not None and rope.rope is not None and rope.rope.pairing == "half"
+    old = rope.rope.frequencies
+    new = replace(rope.rope, base=how["rope_theta"]).frequencies if "rope_theta" in how else old
+    at = np.arange(TOKENS)[4:-16, None]
+    turn = (at + how.get("shift", 0)) * new - at * old
+    for x, y in zip(before, after, strict=True):
+        assert np.array_equal(f64(x.v[:, 4:-16]), f64(y.v[:, 4:-16]))
+        a, b = np.split(f64(x.k[:, 4:-16]), 2, axis=-1)
+        want = np.concatenate([a * np.cos(turn) - b * np.sin(turn), a * np.sin(turn) + b * np.cos(turn)], axis=-1)
+        # Angles as the live model has them, in float32: 240 at most, so wrong by 240 x 2^-24.
+        assert np.abs(want - f64(y.k[:, 4:-16])).max() < 2e-5 * np.abs(want).max()
+
+
+def test_transcoding(chained: tuple[Path, Calibration], tiny_a: LoadedModel, tmp_path: Path) -> None:
+    source, calibration = chained
+    first = states_of(source, calibration=calibration)
+    with pytest.raises(ValueError, match=r"calibration="):
+        kvtool.recode(source, tmp_path / "y.kv", codec="tc-3")
+    plain = kvtool.recode(source, tmp_path / "rvq.kv", codec="rvq-8", calibration=calibration)
+    assert plain.calibration is None
+    for x, y in zip(first, states_of(tmp_path / "rvq.kv"), strict=True):
+        assert error_of(x.k, y.k) < 3e-4 and error_of(x.v, y.v) < 3e-4  # 8 bits: 5e-5 of the energy without the mean
+    again = kvtool.recode(tmp_path / "rvq.kv", tmp_path / "tc.kv", codec="tc-5" + WINDOW, calibration=calibration)
+    assert again.calibration == calibration.digest and again.quality is not None and again.quality["k_relative_error"] < 0.02
+    for x, y in zip(first, states_of(tmp_path / "tc.kv", calibration=calibration), strict=True):
+        assert error_of(x.k, y.k) < 0.06  # the worst layer
+    own = kvtool.recode(tmp_path / "rvq.kv", tmp_path / "own.kv", codec="tc-5" + WINDOW, to_model=tiny_a, calibration="self")
+    assert own.calibration is None
+    kvtool.load(tmp_path / "own.kv", tiny_a)
+    with open_container(tmp_path / "own.kv") as reader:
+        assert [step["step"] for step in reader.manifest.quality] == ["encode", "recode", "recode"]
+
+
+# --- the command line -----------------------------------------------------------------------------------------------------------------
+
+
+def test_commands(calibration_a: bytes, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.cal").write_bytes(calibration_a)
+    (tmp_path / "p.txt").write_text(text("prose")[:900])
+    made, cal = str(tmp_path / "x.kv"), str(tmp_path / "a.cal")
+    export = ["export", "--model", "tiny-a", "--prompt-file", str(tmp_path / "p.txt"), "-o", made, "--sink", "4", "--recent", "16"]
+    assert run([*export, "--codec", "tcz-1", "--calibration", cal, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    digest = report["calibration"]
+    assert digest and report["fallbacks"] == []
+    assert run(["inspect", made, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calibrations"] == [{"digest": digest, "here": False}]
+    assert run(["inspect", made]) == 0
+    assert f"calibration {digest}, not in the store" in capsys.readouterr().out
+    go_on = ["import", made, "--model", "tiny-a", "--max-tokens", "4"]
+    assert run(go_on) == 5
+    assert "hint: give --calibration FILE" in capsys.readouterr().err
+    assert run([*go_on, "--calibration", str(tmp_path / "none.cal")]) == 2
+    assert run([*go_on, "--calibration", made]) == 3
+    assert run([*go_on, "--calibration", cal]) == 0
+    assert run(["recode", made, "-o", str(tmp_path / "y.kv"), "--shift", "8"]) == 0
+    assert run(["recode", made, "-o", str(tmp_path / "y.kv"), "--codec", "rvq-4", "--calibration", cal]) == 0
+    store.put(calibration_a)
+    assert run(go_on) == 0
+    capsys.readouterr()
+    assert run(["inspect", made]) == 0
+    assert "in the store" in capsys.readouterr().out
+    # Carried: nothing else is needed.
+    assert run([*export, "--codec", "tc-3", "--carry", "--json"]) == 0
+    carried = json.loads(capsys.readouterr().out)
+    assert carried["calibration"] is None
+    for path in folder.iterdir():
+        path.unlink()
+    assert run(go_on) == 0
+    assert run([*export, "--codec", "rvq-4", "--carry"]) == 2
+    assert run([*export, "--codec", "tc-3", "--calibration", "auto"]) == 5
+    assert run([*export, "--codec", "tc-3", "--calibration", "0123456789"]) == 5

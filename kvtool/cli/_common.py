@@ -28,6 +28,10 @@ sink_option = click.option("--sink", type=click.IntRange(0), metavar="N", help="
 recent_option = click.option("--recent", type=click.IntRange(0), metavar="N", help="Keep the newest N tokens exact (lossy codecs).")
 frame_option = click.option("--frame", type=click.Choice(["pre", "post"]), help="Store keys before RoPE (pre) or as cached (post).")
 
+calibration_option = click.option(
+    "--calibration", metavar="FILE", help="Calibration that the file's codecs need, where the store does not have it."
+)
+
 
 def emit(as_json: bool, data: dict[str, Any], text: str) -> None:
     """Print a result on stdout, as one JSON object or as text."""
@@ -127,6 +131,9 @@ def save_lines(report: Any) -> str:
                 lines.append(f"  {label}: squared error / energy {report.quality[f'{role}_relative_error']:.3g}")
     if report.requantised:
         lines.append(f"  quantised by mlx-lm before, coded once more: {', '.join(report.requantised)}")
+    if report.calibration is not None:
+        lines.append(f"  needs calibration {report.calibration} to be read")
+    lines += [f"  fallback: {text}" for text in report.fallbacks]
     lines += [f"  kept as it is: {text}" for text in report.kept_raw] + [f"  stored after RoPE: {text}" for text in report.kept_post]
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """`kvtool export`: run a prompt once and keep its KV cache in a file."""
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,8 +43,15 @@ if TYPE_CHECKING:
     default="raw",
     show_default=True,
     metavar="SPEC",
-    help="raw, rvq-4, rvq-2+2, rabitq-3, affine-4, commvq-2, vecinfer-2, qjl-2, k=commvq-2,v=rvq-4, ...; see the README.",
+    help="raw, rvq-4, rvq-2+2, rabitq-3, affine-4, commvq-2, vecinfer-2, qjl-2, tc-2, tcz-1, k=commvq-2,v=rvq-4, ...; see the README.",
 )
+@click.option(
+    "--calibration",
+    metavar="FILE|DIGEST|auto|self",
+    help="Tables for tc and tcz: a file, one of the store, its newest for the model (auto), or learnt from this cache (self). "
+    "By default auto where there is one, else self.",
+)
+@click.option("--carry", is_flag=True, help="Put the tables of tc into the file, so that it needs no calibration to be read.")
 @sink_option
 @recent_option
 @frame_option
@@ -60,6 +67,8 @@ def command(
     from_cache: str | None,
     chat: bool,
     codec: str,
+    calibration: str | None,
+    carry: bool,
     sink: int | None,
     recent: int | None,
     frame: str | None,
@@ -90,8 +99,13 @@ def command(
     from kvtool.capturing import capture
     from kvtool.foreign import caches_from_prompt_cache
     from kvtool.model import load_model
+    from veloxquant_mlx.codecs.tc import Tc
 
     plan = codec_plan(codec, sink, recent, frame)
+    if carry:
+        if not isinstance(plan.k, Tc) or not isinstance(plan.v, Tc):
+            raise click.UsageError(f"--carry goes with tc, not with {plan.spec()}")
+        plan = replace(plan, k=replace(plan.k, carry=True), v=replace(plan.v, carry=True))
     model = load_model(model_name, dtype=dtype)
     if from_cache is not None:
         caches, metadata = caches_from_prompt_cache(from_cache)
@@ -102,7 +116,9 @@ def command(
         with bar("prefill", quiet=as_json) as progress:
             snapshot = capture(model, text if text is not None else ids, chat=chat, progress=progress)
     with bar("writing", quiet=as_json) as progress:
-        report = save(snapshot, output, codec=plan, compress=not no_zstd, progress=progress)
+        report = save(snapshot, output, codec=plan, calibration=calibration, model=model, compress=not no_zstd, progress=progress)
+    for remark in report.notes:
+        note(remark)
     emit(as_json, {**asdict(report), "prompt_tokens": None if snapshot.tokens is None else len(snapshot.tokens)}, save_lines(report))
 
 

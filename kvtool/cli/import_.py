@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtool import tiny
-from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, model_option, note, quality_line, read_text
+from kvtool.cli._common import (
+    bar,
+    calibration_option,
+    check_target,
+    dtype_option,
+    emit,
+    json_option,
+    model_option,
+    note,
+    quality_line,
+    read_text,
+)
 
 if TYPE_CHECKING:
     from kvtool.model import LoadedModel
@@ -46,6 +57,7 @@ def _finite(value: float) -> float:
     help="Write a file that mlx_lm.generate --prompt-cache-file takes.",
 )
 @click.option("--allow-mismatch", is_flag=True, help="Accept a file computed by other weights; shapes and RoPE must fit all the same.")
+@calibration_option
 @dtype_option
 @json_option
 def command(
@@ -57,6 +69,7 @@ def command(
     temperature: float,
     target: tuple[str, str] | None,
     allow_mismatch: bool,
+    calibration: str | None,
     dtype: str,
     as_json: bool,
 ) -> None:
@@ -84,7 +97,7 @@ def command(
     model = load_model(model_name, dtype=dtype)
     suffix = [] if text is None else list(model.tokenizer.encode(text, add_special_tokens=False))
     check_ids(model, suffix)
-    with open_archive(source) as archive:
+    with open_archive(source, calibration=calibration) as archive:
         if target is not None:
             probes = archive.check(model, allow_mismatch=allow_mismatch)
             casts: list[str] = []

@@ -5,8 +5,12 @@ from typing import Any
 import click
 
 from formats.container import Reader, open_container
-from formats.manifest import ITEM_BYTES, CacheInfo, Role
+from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Role
+from kvtool import calibration_store as store
 from kvtool.cli._common import emit, json_option, percent, printable, quality_line
+
+# Codecs whose param `tables` is the digest of a calibration, or says that the tables are in the file.
+CALIBRATED, CARRIED = ("tc", "tcz"), "carried"
 
 
 @click.command("inspect")
@@ -42,12 +46,19 @@ def describe(reader: Reader) -> dict[str, Any]:
         "values": values,
         "bits_per_value": 8 * reader.file_bytes / values if values else None,
         "fp16_bytes": 2 * values,
+        "calibrations": [{"digest": digest, "here": store.path_of(digest) is not None} for digest in calibrations_of(manifest)],
         "codecs": [{"id": codec.id, "params": codec.params} for codec in manifest.codecs],
         "ropes": list(manifest.ropes),
         "rope_problems": manifest.extra.get("rope_problems", {}),
         "quality": list(manifest.quality),
         "layers": layers,
     }
+
+
+def calibrations_of(manifest: Manifest) -> list[str]:
+    """Digests of the calibrations that a file's codecs need."""
+    named = [codec.params.get("tables") for codec in manifest.codecs if codec.id in CALIBRATED]
+    return [digest for digest in dict.fromkeys(named) if isinstance(digest, str) and digest != CARRIED]
 
 
 def _layer(reader: Reader, name: str, info: CacheInfo) -> dict[str, Any]:
@@ -97,6 +108,9 @@ def as_text(data: dict[str, Any]) -> str:
     ]
     if isinstance(data["origin"], dict):
         lines.append(f"origin     computed by {data['origin'].get('name')}, weights {_short(data['origin'].get('weights'))}")
+    for calibration in data["calibrations"]:
+        where = "in the store" if calibration["here"] else "not in the store: import takes --calibration FILE"
+        lines.append(f"tables     calibration {calibration['digest']}, {where}")
     for rope in data["ropes"]:
         what = f"base {rope['base']:g}" if rope["base"] is not None else f"{len(rope['periods'])} periods"
         factors = f"scale {rope['scale']:g}, magnitude {rope['magnitude']:g}"

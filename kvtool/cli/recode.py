@@ -4,7 +4,18 @@ from dataclasses import asdict
 
 import click
 
-from kvtool.cli._common import bar, check_target, dtype_option, emit, frame_option, json_option, recent_option, save_lines, sink_option
+from kvtool.cli._common import (
+    bar,
+    check_target,
+    dtype_option,
+    emit,
+    frame_option,
+    json_option,
+    note,
+    recent_option,
+    save_lines,
+    sink_option,
+)
 
 
 @click.command("recode")
@@ -17,6 +28,11 @@ from kvtool.cli._common import bar, check_target, dtype_option, emit, frame_opti
 @sink_option
 @recent_option
 @frame_option
+@click.option(
+    "--calibration",
+    metavar="FILE|DIGEST|auto|self",
+    help="Tables for tc and tcz, of --codec or of IN.kv, as in export (self: with --to-model).",
+)
 @dtype_option
 @json_option
 def command(
@@ -29,6 +45,7 @@ def command(
     sink: int | None,
     recent: int | None,
     frame: str | None,
+    calibration: str | None,
     dtype: str,
     as_json: bool,
 ) -> None:
@@ -59,8 +76,11 @@ def command(
             sink=sink,
             recent=recent,
             frame=frame,
+            calibration=calibration,
             progress=progress,
         )
+    for remark in report.notes:
+        note(remark)
     quality = report.quality or {}
     partly = set(quality.get("partly", ()))
     kept, again = set(quality.get("header_only", ())), set(quality.get("reencoded", ())) - partly
