@@ -144,10 +144,9 @@ class _Binder:
             if name in self.reasons or not self.span(layer)[1]:
                 continue
             about = metrics.layers[name]
-            assert about.fisher_k is not None and about.fisher_v is not None
             k, v = (_tokens_first(self.rows(layer, role, OWN_ROWS)) for role in ROLES)
             try:
-                tables[name] = build_tc(LayerRows(k, v, about.fisher_k, about.fisher_v))
+                tables[name] = build_tc(LayerRows(k, v, about.fisher_k, about.fisher_v, about.gradients))
             except ValueError as error:
                 self.reasons[name] = str(error)
         return tables

@@ -39,7 +39,7 @@ HIDDEN = -100.0
 
 
 @dataclass
-class LayerRows:
+class PassRows:
     """What one attention layer had in its cache and asked of it in one pass over N tokens, as the model computed it (after RoPE).
 
     Attributes:
@@ -68,7 +68,7 @@ class Pass:
         log_prob: of the targets, summed, nats.
     """
 
-    layers: dict[str, LayerRows]
+    layers: dict[str, PassRows]
     lost: dict[str, str]
     targets: np.ndarray | None = None
     log_prob: float | None = None
@@ -122,7 +122,7 @@ def run_backward(
             (total, targets, arrays), gradients = mx.value_and_grad(log_prob)(zeros)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             what = f"{type(model).__module__}.{type(model).__name__} has no backward pass: {type(error).__name__}: {error}"
-            raise IncompatibleError(what, hint="collect without Fisher metrics (fisher=False)") from error
+            raise IncompatibleError(what, hint="use a codec that needs no calibration, such as rvq-4") from error
         mx.eval(total, targets, arrays, gradients)
     result = watch.finish(len(ids))
     for name, layer in result.layers.items():
@@ -198,7 +198,7 @@ class _Watch:
                 result.lost[name] = f"its attention sees {shapes} rows, not one for each of {tokens} tokens"
             else:
                 keys, values = seen.cache.handed
-                result.layers[name] = LayerRows(keys[0], values[0], [q[0] for q in seen.queries], seen.masks)
+                result.layers[name] = PassRows(keys[0], values[0], [q[0] for q in seen.queries], seen.masks)
         return result
 
 

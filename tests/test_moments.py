@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from formats.errors import IncompatibleError
 from kvtool import calibration_texts
 from kvtool import moments as moments_module
-from kvtool.fisher import named_caches, run_backward, run_forward, visible
+from kvtool.fisher import named_caches, run_backward
 from kvtool.model import LoadedModel
 from kvtool.moments import Moments, collect
 from kvtool.probe import probe_model
@@ -129,71 +129,57 @@ def log_probs(model: LoadedModel, tokens: list[int], layer: str, dk: np.ndarray,
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-# --- moments ----------------------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------------------
+
+THREE_PIECES = {"one": [3] * 40 + ids(120), "two": ids(64, 2)}
 
 
 @pytest.mark.parametrize("family", ["llama-traditional", "gpt_oss", "glm4"])
-def test_moments_equal_a_two_pass_sum_over_captured_rows(family: str) -> None:
-    """Three pieces of unlike means; 1e-5 of the largest entry: float32 rows turned back by float32 angles (5e-6 at these positions)."""
+def test_rows_are_those_of_a_plain_prefill_before_rope(family: str) -> None:
+    """1e-5 of the largest entry for float32 angles, 2^-11 of each for float16."""
     model = tiny(family)
-    texts = {"one": [3] * 40 + ids(120), "two": ids(64, 2)}
-    moments = collect(model, texts, length=96, fisher=False, recent=RECENT)
-    pieces = [bare_rows(model, p) for p in (texts["one"][:96], texts["one"][96:], texts["two"])]
-    z = {name: np.concatenate([p[name] for p in pieces]) for name in moments.layers}
-    assert moments.tokens == 224 and not moments.skipped and len(z) > 1
-    before = None
+    moments = collect(model, THREE_PIECES, length=96, recent=RECENT)
+    pieces = [bare_rows(model, p) for p in (THREE_PIECES["one"][:96], THREE_PIECES["one"][96:], THREE_PIECES["two"])]
+    assert moments.tokens == 224 and not moments.skipped and len(moments.layers) > 1
     for name, layer in moments.layers.items():
-        count = len(z[name])
-        centred = z[name] - z[name].mean(axis=0)
-        assert layer.count == count == 224 - 3 * SINK and layer.fisher_k is None and layer.fisher_v is None
-        mean = np.concatenate([layer.k_mean.reshape(-1), layer.v_mean.reshape(-1)])
-        np.testing.assert_allclose(mean, z[name].mean(axis=0), rtol=0, atol=1e-5 * np.abs(z[name]).max())
-        expected = centred.T @ centred / count
-        np.testing.assert_allclose(layer.cov, expected, rtol=0, atol=1e-5 * expected.max())
-        if before is None:
-            assert layer.cross is None
-        else:
-            expected = centred.T @ before / count
-            np.testing.assert_allclose(layer.cross, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-        before = centred
+        expected = np.concatenate([p[name] for p in pieces])
+        assert layer.k.dtype == layer.v.dtype == np.float16
+        assert layer.k.shape == layer.v.shape == (224 - 3 * SINK, *shapes(model)[name]) and layer.gradients == 224 - 3 * (SINK + RECENT)
+        rows = np.concatenate([layer.k.reshape(len(layer.k), -1), layer.v.reshape(len(layer.v), -1)], axis=1)
+        np.testing.assert_allclose(rows, expected, rtol=2**-11, atol=1e-5 * np.abs(expected).max())
 
 
-def test_wide_layers_are_kept_in_float32() -> None:
-    """8 heads of 128: HD = 1024, cov 2048 wide."""
-    model = loaded(tiny_random.build("qwen3", num_attention_heads=8, num_key_value_heads=8, head_dim=128))
-    tokens = ids(64)
-    moments = collect(model, {"prompt": tokens})
-    layer, centred = moments.layers["1"], bare_rows(model, tokens)["1"]
-    centred -= centred.mean(axis=0)
-    expected = centred.T @ centred / len(centred)
-    assert layer.cov.shape == (2048, 2048) and layer.cov.dtype == np.float32 and layer.fisher_k is not None
-    assert layer.fisher_k.shape == (1024, 1024) and layer.fisher_k.dtype == np.float64
-    np.testing.assert_allclose(layer.cov, expected, rtol=0, atol=1e-5 * expected.max())
+@pytest.mark.parametrize("kept", [1, 3, 100, 211, 212])
+def test_a_budget_keeps_even_rows_of_the_same_tokens_in_all_layers(kept: int) -> None:
+    model = tiny("llama")
+    whole = collect(model, THREE_PIECES, length=96, recent=RECENT)
+    each = sum(layer.k[0].nbytes + layer.v[0].nbytes for layer in whole.layers.values())
+    some = collect(model, THREE_PIECES, length=96, recent=RECENT, row_bytes=(kept + 1) * each - 1)
+    at = np.linspace(0, 211, kept).round().astype(int)
+    for name, layer in some.layers.items():
+        assert np.array_equal(layer.k, whole.layers[name].k[at]) and np.array_equal(layer.v, whole.layers[name].v[at])
+        assert np.array_equal(layer.fisher_k, whole.layers[name].fisher_k) and layer.gradients == whole.layers[name].gradients
 
 
-@pytest.mark.parametrize("family", ["llama-traditional", "gpt_oss"])
-def test_query_metric_is_that_of_all_coded_pairs(family: str) -> None:
-    """8 x 512 x 2 draws; their error over 5 % would be chance of less than 1 in 1000 (measured 1 to 2 %)."""
-    model = tiny(family)
-    tokens = ids(64)
-    moments = collect(model, {f"copy {n}": tokens for n in range(8)}, fisher=False, recent=RECENT)
-    followed = run_forward(model.model, tokens, shapes(model)).layers
-    i, j = np.arange(64)[:, None], np.arange(64)[None]
-    for name, spec in ropes(model).items():
-        seen = np.array(visible(followed[name].masks[0], 64)) & (i - j >= RECENT) & (j >= SINK)
-        q = f64(followed[name].queries[0])
-        heads = moments.layers[name].heads
-        expected = np.zeros_like(moments.layers[name].query)
-        for row in range(SINK, 64 - RECENT):
-            met = np.concatenate([np.repeat(q[:, n : n + 1], row + 1, axis=1)[:, row:] for n in np.flatnonzero(seen[:, row])], axis=1)
-            at = np.full(met.shape[1], row)
-            assert spec is not None
-            met = half_from_interleaved(
-                rotated(met, at, -np.array(spec.frequencies), magnitude=spec.magnitude, interleaved=spec.pairing == "interleaved"), spec
-            ).reshape(heads, -1, q.shape[-1])
-            expected += met.swapaxes(1, 2) @ met
-        expected /= seen.sum() * len(q) // heads
-        assert np.linalg.norm(moments.layers[name].query - expected) < 0.05 * np.linalg.norm(expected)
+def test_metrics_of_wide_layers_are_kept_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = tiny("llama"), {"prompt": ids(64)}
+    wide = collect(model, texts).layers["1"]
+    monkeypatch.setattr(moments_module, "WIDEST_FLOAT64", 15)
+    narrow = collect(model, texts).layers["1"]
+    assert wide.fisher_k.dtype == np.float64 and narrow.fisher_k.dtype == np.float32
+    np.testing.assert_allclose(narrow.fisher_v, wide.fisher_v, rtol=0, atol=1e-6 * np.abs(wide.fisher_v).max())
+
+
+def test_layers_whose_rows_are_not_finite_are_skipped() -> None:
+    """Values too large for float16, in a layer whose output is scaled down again, and a model that overflows float32."""
+    model = loaded(tiny_random.build("llama"))
+    attention = model.model.model.layers[1].self_attn
+    attention.v_proj.weight, attention.o_proj.weight = attention.v_proj.weight * 1e6, attention.o_proj.weight * 1e-6
+    moments = collect(model, {"prompt": ids(64)})
+    assert list(moments.layers) == ["0"] and moments.skipped == {"1": "its rows are not all finite in float16"}
+    attention.o_proj.weight = attention.o_proj.weight * mx.inf
+    moments = collect(model, {"prompt": ids(64)})
+    assert moments.skipped == {"0": "its gradients are not all finite", "1": "its rows are not all finite in float16"}
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------------------
@@ -256,15 +242,16 @@ def test_noise_costs_what_the_metric_says(family: str, layer: str, role: int) ->
     assert metric is not None
     random = np.random.default_rng(1)
     # Directions that lie across heads, of unlike size.
-    width = own.heads * own.dim
+    heads, dim = own.k.shape[1:]
+    width = heads * dim
     mixing = np.geomspace(1, 0.1, width)[:, None] * random.standard_normal((width, width))
     predicted = 0.5 * (TOKENS - SINK) * np.trace(metric @ mixing.T @ mixing)
     scale = np.sqrt(target / predicted)
-    still = np.zeros((own.heads, TOKENS, own.dim))
+    still = np.zeros((heads, TOKENS, dim))
     exact = log_probs(model, tokens, layer, still, still)
     costs = []
     for _ in range(64):
-        noise = scale * (random.standard_normal((TOKENS, width)) @ mixing).reshape(TOKENS, own.heads, own.dim).transpose(1, 0, 2)
+        noise = scale * (random.standard_normal((TOKENS, width)) @ mixing).reshape(TOKENS, heads, dim).transpose(1, 0, 2)
         if role == 0 and spec is not None:
             halves = interleaved_from_half(noise, spec.dims) if spec.pairing == "interleaved" else noise
             at, interleaved = np.arange(TOKENS), spec.pairing == "interleaved"
@@ -324,9 +311,8 @@ def test_model_and_symbol_are_left_as_they_were_after_a_failure() -> None:
     before = state(model)
     with pytest.raises(IncompatibleError, match=r"has no backward pass.*Not implemented") as caught:
         collect(model, {"a": ids(64)})
-    assert caught.value.hint == "collect without Fisher metrics (fisher=False)"
+    assert caught.value.hint == "use a codec that needs no calibration, such as rvq-4"
     assert state(model) == before
-    assert len(collect(model, {"a": ids(64)}, fisher=False).layers) == 2
     model.model.model.norm = Failing()
     shapes_of_rows = {"0": (2, 8), "1": (2, 8)}
     before = state(model)
@@ -344,8 +330,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
     first, again, other = (collect(model, texts, seed=seed) for seed in (0, 0, 1))
     assert all(np.array_equal(a, b) for a, b in zip(values(first), values(again), strict=True)) and first.texts == again.texts
     assert not np.array_equal(first.layers["0"].fisher_k, other.layers["0"].fisher_k)
-    assert not np.array_equal(first.layers["0"].query, other.layers["0"].query)
-    assert np.array_equal(first.layers["0"].cov, other.layers["0"].cov)
+    assert np.array_equal(first.layers["0"].k, other.layers["0"].k)
 
 
 @pytest.mark.parametrize("family", tiny_random.FAMILIES)
@@ -355,9 +340,8 @@ def test_every_layer_is_calibrated_or_says_why_not(family: str) -> None:
     names = [name for name, _ in named_caches(make_prompt_cache(model.model))]
     assert sorted([*moments.layers, *moments.skipped]) == sorted(names)
     for layer in moments.layers.values():
-        assert layer.count == 64 - SINK and layer.fisher_k is not None and layer.fisher_v is not None
-        assert np.trace(layer.fisher_k) > 0 and np.trace(layer.fisher_v) > 0 and np.trace(layer.query.sum(axis=0)) > 0
-        assert all(np.isfinite(a).all() for a in (layer.cov, layer.fisher_k, layer.fisher_v, layer.query))
+        assert len(layer.k) == 64 - SINK and np.trace(layer.fisher_k) > 0 and np.trace(layer.fisher_v) > 0
+        assert all(np.isfinite(a).all() for a in (layer.k, layer.v, layer.fisher_k, layer.fisher_v))
     expected = {
         "gemma2": f"does not go through mlx-lm's {ATTENTION}",
         "deepseek_v2": "as in latent attention",
@@ -406,12 +390,12 @@ def test_default_corpus_is_the_start_of_each_shipped_text(tiny_a: LoadedModel, m
     assert moments_module.CORPUS_TOKENS == 1024
     monkeypatch.setattr(moments_module, "CORPUS_TOKENS", 70)
     calls: list[tuple[int, int]] = []
-    moments = collect(tiny_a, fisher=False, progress=lambda done, total: calls.append((done, total)))
+    moments = collect(tiny_a, progress=lambda done, total: calls.append((done, total)))
     assert list(moments.texts) == list(calibration_texts.KINDS) and moments.tokens == 20 * 70
     assert calls == [(70 * n, 1400) for n in range(1, 21)]
-    assert {layer.count for layer in moments.layers.values()} == {20 * 66}
+    assert {len(layer.k) for layer in moments.layers.values()} == {20 * 66}
     own = tiny_a.tokenizer.encode(calibration_texts.texts()["newton"])[:70]
-    assert collect(tiny_a, {"newton": own}, fisher=False).texts["newton"] == moments.texts["newton"]
+    assert collect(tiny_a, {"newton": own}).texts["newton"] == moments.texts["newton"]
 
 
 @pytest.mark.parametrize(

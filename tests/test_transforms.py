@@ -29,6 +29,19 @@ def test_components_are_uncorrelated_of_unit_variance_and_their_errors_cost_what
     assert np.all(np.diff(tables.k_cost, axis=1) <= 0)
 
 
+def test_a_metric_of_few_gradients_has_its_small_eigenvalues_raised() -> None:
+    """White keys: components are the metric's eigenvectors, costs its eigenvalues, of mean 100."""
+    rng = np.random.default_rng(0)
+    k = rng.standard_normal((4000, 4))
+    k = ((k - k.mean(axis=0)) @ np.linalg.inv(np.linalg.cholesky(np.cov(k.T, bias=True))).T)[:, None]
+    metric = np.diag([300.0, 99.9, 0.09, 0.01])
+    for gradients, floor in ((None, 0.1), (12_000, 0.1), (1200, 1.0), (60, 20.0), (1, 100.0)):
+        cost = build_tc(LayerRows(k, k, metric, np.eye(4), gradients)).k_cost[0]
+        np.testing.assert_allclose(cost, np.maximum([300.0, 99.9, 0.09, 0.01], floor), rtol=1e-3)
+    with pytest.raises(ValueError, match="gradients must be at least 1, but got 0"):
+        build_tc(LayerRows(k, k, metric, np.eye(4), 0))
+
+
 def test_the_prediction_is_least_squares_from_noisy_components() -> None:
     """Against regression on simulated decoded components, whose noise is uncorrelated with them."""
     rows = layer(20_000)

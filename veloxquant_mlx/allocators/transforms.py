@@ -17,7 +17,7 @@ from a file are those that were built.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -29,6 +29,7 @@ VALUE_BITS = 6  # most bits of a rotated value component
 SCALE_BITS = 6  # of the scale of a value row
 LEAST_RATE, MOST_RATE = 1.25, 6.0
 METRIC_FLOOR = 1e-3  # of a metric's eigenvalues, relative to their mean
+GRADIENTS = 3  # a direction at least, over the relative size of an eigenvalue that is believed
 RIDGE = 3e-3
 LEAST_SINGULAR = 1e-6  # of `back` with rows of unit size
 _MOST_ROWS = 1 << 13  # that shapes are chosen by
@@ -41,12 +42,14 @@ class LayerRows:
     Attributes:
         k, v: (N, H, D) float, keys before RoPE, half-split; values as cached.
         fisher_k, fisher_v: (H D, H D), nats per squared unit, twice over.
+        gradients: that the metrics are the mean square of, or None where they are exact.
     """
 
     k: np.ndarray
     v: np.ndarray
     fisher_k: np.ndarray
     fisher_v: np.ndarray
+    gradients: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,7 +320,7 @@ def build_tc(rows: LayerRows) -> TcTables:
     back, cost = np.empty((heads, dim, dim)), np.empty((heads, dim))
     for h in range(heads):
         at = slice(h * dim, (h + 1) * dim)
-        back[h], cost[h] = _basis(k[:, h], rows.fisher_k[at, at].astype(np.float64))
+        back[h], cost[h] = _basis(k[:, h], rows.fisher_k[at, at].astype(np.float64), metric_floor(dim, rows.gradients))
     y = np.einsum("nhd,hdi->nhi", k, _inverse(back), optimize=True).reshape(count, -1)
     metric = np.diagonal(rows.fisher_v).reshape(heads, dim).astype(np.float64)
     tables = TcTables(
@@ -407,27 +410,34 @@ def _check(rows: LayerRows) -> None:
     if rows.k.ndim != 3 or rows.v.shape != rows.k.shape or 0 in rows.k.shape:
         raise ValueError(f"[build_tc] k and v must be (N, H, D), the same and not empty, but got {rows.k.shape} and {rows.v.shape}.")
     size = rows.k.shape[1] * rows.k.shape[2]
-    for field in fields(rows):
-        array = getattr(rows, field.name)
-        if field.name.startswith("fisher") and array.shape != (size, size):
-            raise ValueError(f"[build_tc] {field.name} must be ({size}, {size}), but got {array.shape}.")
+    if rows.gradients is not None and rows.gradients < 1:
+        raise ValueError(f"[build_tc] gradients must be at least 1, but got {rows.gradients}.")
+    for name in ("k", "v", "fisher_k", "fisher_v"):
+        array = getattr(rows, name)
+        if name.startswith("fisher") and array.shape != (size, size):
+            raise ValueError(f"[build_tc] {name} must be ({size}, {size}), but got {array.shape}.")
         if not np.isfinite(array).all():
             bad = np.argwhere(~np.isfinite(array))
-            raise ValueError(f"[build_tc] {field.name} must be finite, but {len(bad)} values are not, the first at {bad[0].tolist()}.")
+            raise ValueError(f"[build_tc] {name} must be finite, but {len(bad)} values are not, the first at {bad[0].tolist()}.")
 
 
-def _basis(x: np.ndarray, metric: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`back` (D, D) and the costs (D,) of centred rows (N, D) in a metric, costs descending."""
+def metric_floor(dim: int, gradients: int | None) -> float:
+    """Least eigenvalue of a (D, D) metric, relative to their mean; from few gradients small ones are chance, and are not believed."""
+    return METRIC_FLOOR if gradients is None else max(METRIC_FLOOR, min(1.0, GRADIENTS * dim / gradients))
+
+
+def _basis(x: np.ndarray, metric: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
+    """`back` (D, D) and the costs (D,) of centred rows (N, D) in a metric with eigenvalues of at least `floor`, costs descending."""
     values, vectors = np.linalg.eigh((metric + metric.T) / 2)
     unit = values.clip(0).mean()
-    values = np.maximum(values / unit, METRIC_FLOOR) if unit > 0 else np.ones_like(values)
+    values = np.maximum(values / unit, floor) if unit > 0 else np.ones_like(values)
     root = vectors * np.sqrt(values) @ vectors.T
     inverse = vectors / np.sqrt(values) @ vectors.T
     lam, u = np.linalg.eigh(_shrunk(x @ root))
     lam, u = lam[::-1].clip(0), u[:, ::-1]
     # A component that never moves still needs a size; no bits go to it.
-    floor = max(1e-10 * lam[0], 1e-24)
-    return np.sqrt(np.maximum(lam, floor))[:, None] * (u.T @ inverse), lam * max(unit, 0.0)
+    still = max(1e-10 * lam[0], 1e-24)
+    return np.sqrt(np.maximum(lam, still))[:, None] * (u.T @ inverse), lam * max(unit, 0.0)
 
 
 def _balanced(gram: np.ndarray) -> np.ndarray:
