@@ -24,6 +24,7 @@ from kvtool.cli._common import printable
 from kvtool.version import __version__
 
 COMMANDS = {
+    "calibrate": "kvtool.cli.calibrate",
     "export": "kvtool.cli.export",
     "import": "kvtool.cli.import_",
     "recode": "kvtool.cli.recode",

@@ -1,0 +1,104 @@
+"""Calibrate a model: run texts through it once, and learn the tables of every calibrated codec from the rows and gradients of its layers.
+
+Time, beside a forward and a backward pass over the texts: building the tables, which grows with rows x layers x (HD)^2. Memory, beside the
+passes' own: the rows (`kvtool.moments`, at most 1 GiB), twice that in float64 of one layer while its tables are built, and the tables.
+
+The same model, texts and options on the same machine give the same bytes, and so the same digest.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from formats.calibration import CalibrationFile, digest_of, to_bytes
+from formats.errors import IncompatibleError
+from kvtool.archive import producer
+from kvtool.calibrations import Calibration
+from kvtool.model import LoadedModel
+from kvtool.moments import Moments, collect
+from veloxquant_mlx.allocators.predictors import build_tcz
+from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc
+
+RATES = (0.75, 1.25, 2.0)  # designs of tcz
+TOKENS_A_TABLE = 12  # building one kind of tables takes as long as this part of the passes, about
+
+
+def calibrate(
+    model: LoadedModel,
+    texts: Mapping[str, str | Sequence[int]] | None = None,
+    *,
+    length: int = 1024,
+    rates: Sequence[float] = RATES,
+    progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Tables of `tc`, and of `tcz` for a few rates, of every layer that can be calibrated.
+
+    Args:
+        model: the model; left as it was.
+        texts: name -> text or token ids; None for the shipped corpus.
+        length: tokens of a pass; longer texts are run in pieces.
+        rates: bits a value that the tables of `tcz` are designed for; the codec takes the nearest.
+        progress: called with (done, total), in units of tokens run; a design takes as long as so many.
+    Returns:
+        Calibration: not written anywhere; `path` is None.
+    Raises:
+        ValueError: no text, a text of less than 64 tokens, or arguments out of range.
+        IncompatibleError: the model has no layer that can be calibrated, or no backward pass.
+    """
+    share = _Progress(progress, len(rates))
+    moments = collect(model, texts, length=length, progress=share.collected)
+    skipped = dict(moments.skipped)
+    rows: dict[str, LayerRows] = {}
+    tc: dict[str, TcTables] = {}
+    for name, layer in moments.layers.items():
+        try:
+            tc[name] = build_tc(layer)
+        except ValueError as error:
+            skipped[name] = str(error)
+        else:
+            rows[name] = layer
+    if not tc:
+        reasons = "; ".join(f"layer {name}: {why}" for name, why in skipped.items())
+        raise IncompatibleError(f"{model.info.name} has no layer that can be calibrated: {reasons}", hint="use rvq-4 or another codec")
+    share.built()
+    tables = {"tc": {name: own.to_arrays() for name, own in tc.items()}}
+    for rate in rates:
+        built = build_tcz(list(rows.values()), rate)
+        tables[f"tcz-{rate:g}"] = {name: own.to_arrays() for name, own in zip(rows, built, strict=True)}
+        share.built()
+    file = CalibrationFile(
+        model=moments.model,
+        texts=moments.texts,
+        tokens=moments.tokens,
+        tables=tables,
+        options=dict.fromkeys(tables, _options(moments, rows)),
+        skipped=skipped,
+        producer=producer(),
+    )
+    return Calibration(file, digest_of(to_bytes(file)))
+
+
+def _options(moments: Moments, rows: Mapping[str, LayerRows]) -> dict[str, int | str]:
+    """How the tables came about; no reader needs it."""
+    first = next(iter(rows.values()))
+    assert first.gradients is not None
+    about = {"length": moments.length, "sink": moments.sink, "recent": moments.recent}
+    return {"metric": "fisher", "rows": len(first.k), "gradients": first.gradients, **about}
+
+
+class _Progress:
+    """Progress over the texts and the tables after them."""
+
+    def __init__(self, report: Callable[[int, int], None] | None, designs: int) -> None:
+        self.report, self.stages = report, 1 + designs
+        self.done = self.tokens = 0
+
+    def collected(self, done: int, tokens: int) -> None:
+        self.done, self.tokens = done, tokens
+        self._tell()
+
+    def built(self) -> None:
+        self.done += self.tokens // TOKENS_A_TABLE
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.report is not None:
+            self.report(self.done, self.tokens + self.stages * (self.tokens // TOKENS_A_TABLE))

@@ -1,0 +1,91 @@
+"""`kvtool calibrate`: learn a model's tables for the codecs tc and tcz."""
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from formats.calibration import to_bytes, write_calibration
+from kvtool import calibration_store as store
+from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, model_option, read_text
+
+
+@click.command("calibrate")
+@model_option
+@click.option("--text", "files", multiple=True, metavar="F", help="File with a text, once or more; the shipped corpus where none is given.")
+@dtype_option
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="CAL", help="Write the calibration there, not to the store.")
+@json_option
+def command(model_name: str, files: tuple[str, ...], dtype: str, output: str | None, as_json: bool) -> None:
+    """Learn a model's tables for the codecs tc and tcz, once for all prompts.
+
+    Runs texts through the model, forwards and backwards. Without -o the calibration goes to the store, where kvtool finds it by itself
+    when it writes and reads this model's files.
+
+    \b
+    Example:
+      kvtool calibrate --model tiny-a
+      kvtool calibrate --model tiny-a --text notes.txt --text report.txt -o tiny-a.cal
+    """
+    if output is not None:
+        check_target(output)
+    texts = _read(files)
+
+    from kvtool.calibrating import calibrate
+    from kvtool.model import load_model
+
+    start = time.monotonic()
+    model = load_model(model_name, dtype=dtype)
+    with bar("calibrating", quiet=as_json) as progress:
+        calibration = calibrate(model, texts, progress=progress)
+    file = calibration.file
+    if output is None:
+        path = store.put(to_bytes(file))
+    else:
+        path = Path(output)
+        write_calibration(path, file)
+    data: dict[str, Any] = {
+        "path": str(path),
+        "digest": calibration.digest,
+        "model": file.model.name,
+        "layers": list(calibration.layers("tc")),
+        "skipped": dict(file.skipped),
+        "kinds": list(file.tables),
+        "texts": dict(file.texts),
+        "tokens": file.tokens,
+        **{name: file.options["tc"][name] for name in ("metric", "rows", "gradients")},
+        "seconds": round(time.monotonic() - start, 1),
+        "file_bytes": path.stat().st_size,
+    }
+    use = ["kvtool", "export", "--model", model.argument, "--prompt-file", "F", "--codec", "tc-2"]
+    use += [] if output is None else ["--calibration", output]
+    emit(as_json, data, _text(data, shlex.join([*use, "-o", "OUT.kv"])))
+
+
+def _read(files: Sequence[str]) -> dict[str, str] | None:
+    """Texts by the names of their files, later ones of the same name numbered; None for the shipped ones."""
+    texts: dict[str, str] = {}
+    for file in files:
+        name = "stdin" if file == "-" else Path(file).name
+        again = 1
+        while name in texts:
+            again += 1
+            name = f"{Path(file).name} ({again})"
+        texts[name] = read_text(file)
+    return texts or None
+
+
+def _text(data: dict[str, Any], use: str) -> str:
+    count = len(data["layers"])
+    lines = [
+        f"{data['path']}: calibration of {data['model']}, {data['file_bytes']:,} bytes, made in {data['seconds']:.0f} s",
+        f"  digest {data['digest']}",
+        f"  {count} of {count + len(data['skipped'])} layers, tables for {', '.join(data['kinds'])}",
+        f"  {data['tokens']:,} tokens of {len(data['texts'])} texts",
+        f"  {data['rows']:,} rows kept; Fisher metric of {data['gradients']:,} gradients",
+    ]
+    lines += [f"  layer {name} skipped: {why}" for name, why in data["skipped"].items()]
+    return "\n".join([*lines, f"  use: {use}"])
