@@ -34,6 +34,8 @@ _HOME = {
     "recode": "kvtool.recoding",
     "evaluate": "kvtool.evaluation",
     "EvalReport": "kvtool.evaluation",
+    "calibrate": "kvtool.calibrating",
+    "Calibration": "kvtool.calibrations",
     "sweep": "kvtool.sweeping",
     "SweepReport": "kvtool.sweeping",
     "SweepRow": "kvtool.sweeping",
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from kvtool.archive import open as open
     from kvtool.archive import save as save
     from kvtool.blas import use_openblas as use_openblas
+    from kvtool.calibrating import calibrate as calibrate
+    from kvtool.calibrations import Calibration as Calibration
     from kvtool.capturing import Snapshot as Snapshot
     from kvtool.capturing import capture as capture
     from kvtool.evaluation import EvalReport as EvalReport

@@ -25,6 +25,7 @@ from kvtool.version import __version__
 
 COMMANDS = {
     "calibrate": "kvtool.cli.calibrate",
+    "calibrations": "kvtool.cli.calibrations",
     "export": "kvtool.cli.export",
     "import": "kvtool.cli.import_",
     "recode": "kvtool.cli.recode",
