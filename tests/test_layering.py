@@ -49,6 +49,7 @@ WITHOUT_MLX = (
     "kvtool.cli.check",
     "kvtool.cli.inspect",
     "kvtool.cli.diff",
+    "kvtool.cli.calibrations",
     "kvtool.cli.doctor",
     "kvtool.identity",
 )
