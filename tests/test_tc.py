@@ -16,6 +16,7 @@ from tests import codec_oracles
 from tests.golden import make_tc as golden
 from tests.tc_cases import DIGEST, bound, layer, tables
 from veloxquant_mlx.allocators.shapes import SHAPES
+from veloxquant_mlx.allocators.transforms import LayerRows, build_tc, widths_for
 from veloxquant_mlx.codecs import CODECS, _base, parse_codec
 from veloxquant_mlx.codecs._components import BLOCK, Components
 from veloxquant_mlx.codecs.tc import STEPS, ZERO, Tc, scale_codes
@@ -373,6 +374,23 @@ def test_an_outlier_leaves_the_other_scales_alone() -> None:
     error = np.abs(np.log2(np.where(seen, decoded, 1) / np.where(seen, sizes, 1)))
     assert np.all(np.isin(limits[:, 1], STEPS)) and np.all(error <= limits[:, 1:] / 2 + 1e-9)
     assert scale_codes(np.zeros((1, 3)))[0].tolist() == [[ZERO] * 3]
+
+
+def test_rows_that_are_predicted_exactly_have_no_scale() -> None:
+    """Values that never move: the prediction is their mean, and what is left of a row that equals it is zero."""
+    own = layer(200)
+    table = build_tc(LayerRows(own.k, np.ones_like(own.v), own.fisher_k, own.fisher_v))
+    v = Tc(2.0, "v").bind("v", table, widths_for({"0": table}, 2.0)["0"], "0", DIGEST)
+    w = np.ones((2, 40, 8), np.float32)
+    w[1, 3, 2] = 1.5
+    parts = v.encode(mx.array(w), {"k": mx.zeros(w.shape)})
+    scales = bit_codes(np.array(parts["scales"])[0], [6, 6])[:, :40]
+    assert np.argwhere(scales != ZERO).tolist() == [[1, 3]]
+    codes = bit_codes(np.array(parts["codes"])[0], np.repeat([int(b) for b in v.to_params()["widths"]], 8).tolist())
+    assert np.unique(np.argwhere(codes)[:, 1]).tolist() == [3]
+    decoded = np.array(v.decode(parts, w.shape, mx.float32, {"k": mx.zeros(w.shape)}))
+    w[1, 3] = decoded[1, 3]
+    assert np.array_equal(decoded, w) and abs(decoded[1, 3, 2] - 1.5) < 0.25
 
 
 @pytest.mark.parametrize("size", (1e-30, 1e-6, 1e6, 1e30))

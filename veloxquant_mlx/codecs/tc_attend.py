@@ -103,9 +103,9 @@ def _finished(
     heads, rows, dim = z.shape
     norm = mx.where(total > 0, total, 1.0)
     forward = added.forward[:, 0]
-    turn, shift = mx.matmul(reader.back[:, 0], forward), mx.matmul((reader.mean - added.k_mean)[:, 0], forward)  # (H, D, D), (H, 1, D)
+    turn = mx.matmul(reader.back[:, 0], forward)
     by_input = (c / norm).reshape(heads, rows, heads, dim).transpose(2, 0, 1, 3).reshape(heads, heads * rows, dim)
-    inputs = (mx.matmul(by_input, turn) + shift).reshape(heads, heads, rows, dim).transpose(1, 2, 0, 3).reshape(heads, rows, heads * dim)
+    inputs = mx.matmul(by_input, turn).reshape(heads, heads, rows, dim).transpose(1, 2, 0, 3).reshape(heads, rows, heads * dim)
     mix = added.mix[0].reshape(heads * dim, heads, dim).transpose(1, 0, 2)  # (H, H D, D): inputs to the values of each head
     out = mx.matmul(inputs, mix) + added.v_mean[:, 0] + unrotate(z / norm, added.seed)
     out = mx.where(total > 0, out, 0.0)
