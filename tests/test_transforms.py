@@ -120,6 +120,15 @@ def test_arrays_that_are_no_tables(name: str, change: object, message: str) -> N
         TcTables.from_arrays(arrays if changed is None else arrays | {name: changed})
 
 
+def test_a_covariance_that_is_none() -> None:
+    tables = build_tc(layer(100))
+    widths = np.ones((HEADS, DIM), int)
+    broken = -np.diag(tables.noise(widths).reshape(-1) + tables.ridge(HEADS * DIM))
+    with pytest.raises(ValueError, match="c_yy must be positive definite, but its 16 coded components are not"):
+        replace(tables, c_yy=broken).predictor(widths)
+    assert tables.predictor(0 * widths).shape == (0, HEADS * DIM)
+
+
 def check_sane(rows: LayerRows) -> TcTables:
     tables = build_tc(rows)
     TcTables.from_arrays(tables.to_arrays())

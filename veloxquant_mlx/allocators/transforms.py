@@ -104,7 +104,10 @@ class TcTables:
         used = np.flatnonzero(widths.reshape(-1))
         gram = self.c_yy.astype(np.float64)[np.ix_(used, used)]
         gram = gram + np.diag(self.noise(widths).reshape(-1)[used] + self.ridge(len(used)))
-        return np.linalg.solve(gram, self.c_yv.astype(np.float64)[used]) if len(used) else np.zeros((0, self.c_yv.shape[1]))
+        try:
+            return np.linalg.solve(gram, self.c_yv.astype(np.float64)[used])
+        except np.linalg.LinAlgError as error:
+            raise ValueError(f"[TcTables] c_yy must be positive definite, but its {len(used)} coded components are not.") from error
 
     def residual_power(self, widths: np.ndarray) -> np.ndarray:
         """(H,), mean of |v - prediction|^2 at these widths of the keys."""
