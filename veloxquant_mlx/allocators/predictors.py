@@ -1,7 +1,7 @@
 """Tables of `tcz`: predictors of a layer's keys and values from rows that are already decoded, and the bases that residuals are coded in.
 
     keys     p = [k^, v^ of the layer before] P + b          (the first layer: p = b)
-    values   p = [k^ of this layer, v^ of the layer before] P + b
+    values   p = [k^ of this layer, k^, v^ of the layer before] P + b
     residual y = (x - p) F,  x^ = p + y^ F^-1,  F = A U,  A = metric^(1/2),  U = eigenvectors of A Cov(x - p) A
 
 The metric is the Fisher information of coded rows over all heads of a layer, so a unit of y costs the same anywhere in the model, and one
@@ -100,7 +100,7 @@ class TczTables:
     def inputs(self, role: str, before: tuple[np.ndarray, np.ndarray] | None, keys: np.ndarray | None) -> np.ndarray | None:
         """The predictor's inputs of a role from decoded rows (N, W): of the layer before, and this layer's keys."""
         own = [] if role == "k" else [keys]
-        past = [] if not self.chained else list(before) if role == "k" else [before[1]]
+        past = list(before) if self.chained else []
         return np.concatenate([*own, *past], axis=1) if own or past else None
 
     def expected(self, role: str, step: float) -> np.ndarray:
@@ -138,7 +138,7 @@ class TczTables:
             raise ValueError(f"[TczTables] shape and design must be positive, but got {[heads, dim, chained]} and {[rate, step]}.")
         width, roles = heads * dim, {}
         for role in ROLES:
-            count = width * ((role == "v") + chained * (2 if role == "k" else 1))
+            count = width * ((role == "v") + 2 * chained)
             shapes = {"predictor": (count, width), "basis": (width, width)}
             found = {name: take(f"{role}.{name}", dtypes, shapes.get(name, (width,))) for name, dtypes in _STORED.items()}
             if found["classes"].max() >= len(bank().t):

@@ -2,8 +2,8 @@
 
     p = [rows that are decoded] P + b,   y = (x - p) F,   q = round(y / step),   x^ = p + step c(q) F^-1
 
-P, b and F are a calibration's (`allocators.predictors`): keys are predicted from the keys and values of the layer before, values from this
-layer's keys and the values of the layer before. F makes a unit of y cost the same nats in any layer, so that one step serves all.
+P, b and F are a calibration's (`allocators.predictors`): keys are predicted from the keys and values of the layer before, values from
+those and this layer's keys. F makes a unit of y cost the same nats in any layer, so that one step serves all.
 c(q) is the mean of y in its cell (values: divided by E[y y^] / E[y^2]). Coding: `_entropy`; chunks of 256 tokens decode independently.
 
 Parts: stream U32 (1, words), the chunks' words one after another; index U32 (1, ceil(S / 256)), the number of words of each.
@@ -103,7 +103,7 @@ class Tcz(Codec):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        past = () if self.before is None else ("k-", "v-") if self.role == "k" else ("v-",)
+        past = () if self.before is None else ("k-", "v-")
         return past if self.role == "k" else ("k", *past)
 
     @property
