@@ -147,6 +147,7 @@ def save(
     frame: str | None = None,
     calibration: str | os.PathLike[str] | Calibration | None = None,
     model: LoadedModel | None = None,
+    details: dict[str, Any] | None = None,
     compress: bool = True,
     progress: Progress | None = None,
 ) -> SaveReport:
@@ -162,6 +163,7 @@ def save(
         calibration: tables for a calibrated codec: a calibration, its file or digest, "auto" (the store's newest for the model) or "self"
             (learnt from this cache, with `model`, and carried in the file); None is "auto" where there is one, else "self".
         model: the model that computed the snapshot, for "self".
+        details: what else was measured (`Quality.record`), for the file's quality record.
         compress: zstd each tensor where that saves bytes.
         progress: called with (bytes written, bytes in all).
     Returns:
@@ -182,7 +184,17 @@ def save(
         encoder.layer(str(i), state, probe) for i, (state, probe) in enumerate(zip(snapshot.states, snapshot.probes, strict=True))
     )
     report = write_archive(
-        path, snapshot.model, snapshot.tokens, snapshot.length, layers, encoder, (), binding=binding, compress=compress, progress=progress
+        path,
+        snapshot.model,
+        snapshot.tokens,
+        snapshot.length,
+        layers,
+        encoder,
+        (),
+        details=details,
+        binding=binding,
+        compress=compress,
+        progress=progress,
     )
     cache_bytes, values = live_sizes(layers)
     return replace(report, cache_bytes=cache_bytes, fp16_bytes=2 * values)

@@ -4,9 +4,10 @@ The own forward runs once a text and is held (logits and attention outputs of th
 that one arm's caches are in memory at a time and an arm is whole as soon as it is done.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import mlx.core as mx
@@ -14,14 +15,18 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvtool.binding import bind, layer_sources, own_moments
+from kvtool.calibrations import Calibration
 from kvtool.capturing import prefill
 from kvtool.encoding import scalar, split_rows
 from kvtool.model import LoadedModel
+from kvtool.moments import Moments
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.roundtrip import Roundtrip, parse_roundtrip
 from kvtool.snapshot import build_caches, take_states
 from kvtool.states import CacheState
 from kvtool.streaming_cache import streaming_caches
+from veloxquant_mlx.codecs import CodecPlan
 from veloxquant_mlx.codecs.raw import Raw
 
 OWN = "own"
@@ -79,10 +84,22 @@ class TextArms:
         protocol: "prefix" or "streaming".
         before: tokens before the first scored one.
         chunk: tokens a forward. A streaming codec with side information a block (a mean, a table) has one a chunk.
+        calibration: tables for calibrated codecs; None learns them from the text's own cache.
     """
 
-    def __init__(self, model: LoadedModel, text: str, ids: Sequence[int], protocol: str, before: int, chunk: int = CHUNK) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        text: str,
+        ids: Sequence[int],
+        protocol: str,
+        before: int,
+        chunk: int = CHUNK,
+        calibration: Calibration | None = None,
+    ) -> None:
         self.model, self.text, self.protocol, self.before, self.chunk = model, text, protocol, before, chunk
+        self.calibration, self.told = calibration, tuple(ids[:before] if protocol == "prefix" else ids[:-1])
+        self.moments: dict[tuple[int, int], Moments] = {}
         self.probes = probe_model(model.model)
         trip = parse_roundtrip("raw")
         caches: list[Any]
@@ -100,7 +117,8 @@ class TextArms:
                 mx.eval(logits, [rows[-1] for rows in self.outputs.values()])
                 self.logits.append(logits)
         if protocol == "streaming":
-            arrays = [x for state in take_states(caches) for x in (state.k, state.v) if isinstance(x, mx.array)]
+            self.states = take_states(caches)
+            arrays = [x for state in self.states for x in (state.k, state.v) if isinstance(x, mx.array)]
             trip.coded_bytes, trip.coded_values = sum(x.nbytes for x in arrays), sum(x.size for x in arrays)
         energy = sum(scalar(_energy(rows)) for layer in self.outputs.values() for rows in layer if rows.size)
         self.own = self._arm(OWN, trip, [self._scores(i, logits) for i, logits in enumerate(self.logits)], 0.0, energy)
@@ -118,6 +136,7 @@ class TextArms:
         Raises:
             IncompatibleError: streaming, and a layer without full attention.
         """
+        trip = bound_trip(trip, self.states, self.probes, self.calibration, partial(self._own_moments, trip.plan))
         streams = list(streaming_caches(self.probes, trip)) if self.protocol == "streaming" else []
         caches: list[Any] = streams or build_caches(coded_states(self.states, self.probes, trip))
         errors: list[mx.array] = []
@@ -138,6 +157,11 @@ class TextArms:
         for cache in streams:
             cache.count_exact()
         return self._arm(trip.spec, trip, parts, sum(scalar(e) for e in errors), self.own.energy)
+
+    def _own_moments(self, plan: CodecPlan) -> Moments:
+        if (plan.sink, plan.recent) not in self.moments:
+            self.moments[plan.sink, plan.recent] = own_moments(self.model, self.told, plan)
+        return self.moments[plan.sink, plan.recent]
 
     def _forwards(self, caches: list[Any]) -> Iterator[mx.array]:
         """Logits (N, V) of the scored positions, forward by forward; N may be 0."""
@@ -179,6 +203,24 @@ def divergence(own: np.ndarray, other: np.ndarray, targets: np.ndarray) -> Score
         kl[rows] = np.einsum("nv,nv->n", p, a - b) / total - np.log(total) + log_other
         nll[rows] = log_other - b[np.arange(len(b)), targets[rows]]
     return nll, kl, own.argmax(-1) == other.argmax(-1)
+
+
+def bound_trip(
+    trip: Roundtrip,
+    states: Sequence[CacheState],
+    probes: Sequence[CacheProbe],
+    calibration: Calibration | None,
+    moments: Callable[[], Moments],
+) -> Roundtrip:
+    """The round trip with calibrated codecs bound to a cache's layers; other codecs' as it is.
+
+    Args:
+        trip: a fresh one.
+        states, probes: the exact cache.
+        calibration: tables, or None to learn them from this cache.
+        moments: gives the metrics of a piece of its tokens, for that.
+    """
+    return trip.bound(bind(trip.plan, layer_sources(states, probes), calibration, moments)) if trip.calibrated else trip
 
 
 def coded_states(states: Sequence[CacheState], probes: Sequence[CacheProbe], trip: Roundtrip, prefix: str = "") -> list[CacheState]:

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from formats.errors import IncompatibleError
 from kvtool.archive import Archive
 from kvtool.archive import open as open_archive
+from kvtool.calibrations import Calibration
 from kvtool.capturing import check_ids, encode_prompt, prefill, token_ids
 from kvtool.model import LoadedModel
 
@@ -80,6 +81,7 @@ def evaluate(
     arms: Sequence[str] = ARMS,
     tokens: int = 256,
     allow_mismatch: bool = False,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvalReport:
     """Score held-out text on a file's cache.
@@ -90,7 +92,7 @@ def evaluate(
         text: what follows the cached prefix, as text or token ids; a text that begins with the prefix itself is scored from there on.
         arms: some of "own", "transferred", "none"; "own" is always run, since the others are measured against it.
         tokens: positions to score at most.
-        allow_mismatch: as in `load`.
+        allow_mismatch, calibration: as in `load`.
         progress: called with (positions done, positions in all).
     Raises:
         ValueError: an unknown arm, or fewer than two tokens of text.
@@ -99,7 +101,7 @@ def evaluate(
     unknown = sorted(set(arms) - set(ARMS))
     if unknown:
         raise ValueError(f"[evaluate] arms must be some of {', '.join(ARMS)}, but got {', '.join(unknown)}.")
-    archive = source if isinstance(source, Archive) else open_archive(source)
+    archive = source if isinstance(source, Archive) else open_archive(source, calibration=calibration)
     try:
         if archive.tokens is None:
             raise IncompatibleError("the file holds no token ids, so there is no own prefill to compare with", path=archive.path)

@@ -5,12 +5,15 @@ those of `kvtool.tiny.passkey`.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from kvtool import tiny
-from kvtool.arms import coded_states
+from kvtool.arms import bound_trip, coded_states
+from kvtool.binding import own_moments
+from kvtool.calibrations import Calibration
 from kvtool.capturing import prefill
 from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
@@ -35,6 +38,7 @@ def passkey_shares(
     n: int,
     *,
     prompt_tokens: int = PROMPT,
+    calibration: Calibration | None = None,
     progress: Callable[[], None] | None = None,
 ) -> list[float | None]:
     """The share of n trials that each codec's cache answers with all five digits; None where the codec refused its input.
@@ -44,6 +48,7 @@ def passkey_shares(
         trips: makes a fresh round trip of each codec.
         n: trials, the same ones for every codec.
         prompt_tokens: of each trial, question included.
+        calibration: tables for calibrated codecs, or None to learn them from each trial's cache.
         progress: called after each trial.
     """
     check_passkeys(model)
@@ -55,6 +60,7 @@ def passkey_shares(
         states = take_states(prefill(model, trial.prompt_ids[:told]), length=told)
         for i, make in enumerate(trips):
             trip = make()
+            trip = bound_trip(trip, states, probes, calibration, partial(own_moments, model, trial.prompt_ids[:told], trip.plan))
             caches = build_caches(coded_states(states, probes, trip))
             right[i] += _greedy(model, caches, question, len(trial.answer_ids)) == trial.answer_ids
             failed[i] |= trip.failed

@@ -1,21 +1,24 @@
 """One way to store rows of a cache and get them back, with the bytes it takes: what `kvtool.sweep` compares.
 
-Any codec of `parse_codec`; `mlx-N`, mlx-lm's QuantizedKVCache of N bits (affine, in groups of 64 along the head, or 32 where 64 does
-not divide it); `fp8`, MLX's e4m3 without a scale, which saturates at 448. Scales and biases of `mlx-N` are rounded to float16 where they
-fit, as a 16-bit cache has them.
+Any codec of `parse_codec`, calibrated ones bound to a model's layers first; `mlx-N`, mlx-lm's QuantizedKVCache of N bits (affine, in
+groups of 64 along the head, or 32 where 64 does not divide it); `fp8`, MLX's e4m3 without a scale, which saturates at 448. Scales and
+biases of `mlx-N` are rounded to float16 where they fit, as a 16-bit cache has them.
 """
 
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
 
-from kvtool.encoding import FLOAT16_MAX, takes_dim, unrotated
+from kvtool.binding import Binding
+from kvtool.calibrations import is_calibrated
+from kvtool.encoding import FLOAT16_MAX, sources_of, takes_dim, unrotated
 from kvtool.probe import RoleProbe
 from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.transfer.rope import rotate
 
 MLX_BITS = (2, 3, 4, 6, 8)
@@ -35,6 +38,7 @@ class Roundtrip:
         seconds: spent encoding and decoding.
         problems: why rows were kept though a codec was to take them; with `failed`, what the codec refused.
         failed: a codec refused its input, so that the scores are not its own.
+        binding: codecs of each layer and role, where those of the plan are calibrated.
     """
 
     spec: str
@@ -48,6 +52,19 @@ class Roundtrip:
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     failed: bool = False
+    binding: Binding | None = None
+    _decoded: dict[tuple[str, str], mx.array] = field(default_factory=dict)
+    _tables: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its codecs have to be bound to a model's layers first."""
+        return is_calibrated(self.plan.k) or is_calibrated(self.plan.v)
+
+    def bound(self, binding: Binding | None) -> "Roundtrip":
+        """A fresh round trip with these codecs; what fell back is among its problems."""
+        problems = [] if binding is None else [*binding.notes, *binding.fallbacks]
+        return Roundtrip(self.spec, self.plan, self.mlx_bits, self.fp8, problems=problems, binding=binding)
 
     @property
     def lossless(self) -> bool:
@@ -108,6 +125,10 @@ class Roundtrip:
                 return x, None
             return affine(x, self.mlx_bits, group)
         codec: Codec = self.plan.k if role == "k" else self.plan.v
+        if self.binding is not None:
+            codec = self.binding.codecs[name, role]
+        elif is_calibrated(codec):
+            raise ValueError(f"[codec] {codec.spec()} needs a calibration: it is bound to the layers of a model first.")
         if isinstance(codec, Raw):
             return x, sum(part.nbytes for part in codec.encode(x).values())
         if not takes_dim(codec, dim):
@@ -116,17 +137,37 @@ class Roundtrip:
         if probe.rope is not None:
             codec = codec.for_rotary(probe.rope.first, probe.rope.dims, dim)
         frame = self.plan.frame or codec.default_frame("k" if role == "k" else "v")
+        if self.binding is not None and role == "k":
+            frame = "pre"
         if frame == "pre" and probe.rope is None and probe.rope_problem is not None:
             self._problem(f"{name}.{role}: stored after RoPE, {probe.rope_problem}")
         rope = probe.rope if frame == "pre" else None
         rows = x if rope is None else rotate(x.astype(mx.float32), positions, rope, unrotated(rope))
-        parts = codec.encode(rows)
-        out = codec.decode(parts, (x.shape[0], x.shape[1], dim), mx.float32)
+        if self.binding is not None:
+            # For the case that the codec refuses them.
+            self._decoded[name, role] = rows.astype(mx.float32)
+        given = {need: self._decoded[at] for need, at in sources_of(name, codec).items()} or None
+        parts = codec.encode(rows) if given is None else codec.encode(rows, given)
+        near = () if given is None else (given,)
+        out = codec.decode(parts, (x.shape[0], x.shape[1], dim), mx.float32, *near)
+        if self.binding is not None:
+            # The next layer's rows of the same tokens come before this layer's next ones.
+            self._decoded[name, role] = out
         if rope is not None:
             out = rotate(out, positions, unrotated(rope), rope)
         if x.dtype == mx.float16:
             out = mx.clip(out, -FLOAT16_MAX, FLOAT16_MAX)
-        return out.astype(x.dtype), sum(part.nbytes for part in parts.values())
+        return out.astype(x.dtype), self._size(name, role, codec, parts)
+
+    def _size(self, name: str, role: str, codec: Codec, parts: dict[str, mx.array]) -> int:
+        """Bytes of encoded parts; tables that are carried count once, not with every block of rows."""
+        size = sum(part.nbytes for part in parts.values())
+        if isinstance(codec, Tc) and codec.carry:
+            if (name, role) in self._tables:
+                heads, dim = len(codec.keys or ()), len((codec.keys or ("",))[0])
+                size -= sum(sign * own.nbytes((heads, 0, dim), mx.float32) for sign, own in ((1, codec), (-1, replace(codec, carry=False))))
+            self._tables.add((name, role))
+        return size
 
     def _problem(self, text: str) -> None:
         if text not in self.problems:
@@ -138,21 +179,22 @@ def parse_roundtrip(spec: str, sink: int = 0, recent: int = 0) -> Roundtrip:
 
     Args:
         spec: a spec of `parse_codec`, or `mlx-N` or `fp8`, both with sink= and recent= if wanted.
-        sink, recent: exact rows where the spec does not say.
+        sink, recent: exact rows where the spec does not say; a lossless codec gets none, since all of its rows are.
 
     Raises:
         ValueError: what is wrong with it, and what exists.
     """
     if min(sink, recent) < 0:
-        raise ValueError(f"[sweep] sink and recent must be at least 0, but got {sink} and {recent}.")
+        raise ValueError(f"[codec] sink and recent must be at least 0, but got {sink} and {recent}.")
     head, _, rest = spec.partition(",")
     extra = re.fullmatch(r"mlx-(\d+)|fp8", head.strip())
     fields = {text.partition("=")[0].strip() for text in spec.split(",")}
     if extra is not None and fields & {"k", "v", "frame"}:
-        raise ValueError(f"[sweep] {spec!r}: {head} takes sink=N and recent=N alone.")
+        raise ValueError(f"[codec] {spec!r}: {head} takes sink=N and recent=N alone.")
     plan = parse_codec(spec if extra is None else f"raw,{rest}" if rest else "raw")
+    lossless = extra is None and isinstance(plan.k, Raw) and isinstance(plan.v, Raw)
     for name, value in (("sink", sink), ("recent", recent)):
-        if name not in fields:
+        if name not in fields and not lossless:
             plan = CodecPlan(**{**vars(plan), name: value})
     if extra is None:
         return Roundtrip(plan.spec(), plan)
@@ -160,7 +202,7 @@ def parse_roundtrip(spec: str, sink: int = 0, recent: int = 0) -> Roundtrip:
     if extra[1] is None:
         return Roundtrip(shown, plan, fp8=True)
     if int(extra[1]) not in MLX_BITS:
-        raise ValueError(f"[sweep] {spec!r}: mlx-N has N of {', '.join(map(str, MLX_BITS))}.")
+        raise ValueError(f"[codec] {spec!r}: mlx-N has N of {', '.join(map(str, MLX_BITS))}.")
     return Roundtrip(shown, plan, mlx_bits=int(extra[1]))
 
 

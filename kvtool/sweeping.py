@@ -12,6 +12,7 @@ Text "all" is the mean of the texts: each weighs the same, whatever its length. 
 its bits are of all bytes over all values.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +22,7 @@ import numpy as np
 
 from kvtool.arms import CHUNK, OWN, Arm, TextArms
 from kvtool.bootstrap import paired_ratio
+from kvtool.calibrations import Calibration, resolve
 from kvtool.capturing import check_ids, encode_prompt, token_ids
 from kvtool.model import LoadedModel
 from kvtool.passkeys import check_passkeys, passkey_shares
@@ -82,6 +84,7 @@ class SweepReport:
         relative_to: the reference codec's spec, or None; with windows on and off, each row's reference is the one with its own window.
         passkeys: trials behind the column.
         rows: by codec, and within it by text; with several texts "all" comes last.
+        calibration: digest of the one that calibrated codecs had, or None.
     """
 
     model: str
@@ -90,6 +93,7 @@ class SweepReport:
     relative_to: str | None
     passkeys: int
     rows: tuple[SweepRow, ...]
+    calibration: str | None = None
 
     def row(self, codec: str, text: str | None = None) -> SweepRow:
         """The row of a codec; of the last text, which is "all" where there are several, if none is named.
@@ -120,6 +124,7 @@ def sweep(
     relative_to: str | None = None,
     passkeys: int = 0,
     chunk: int = CHUNK,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SweepReport:
     """Score codecs on texts. Deterministic, but for the seconds.
@@ -136,6 +141,7 @@ def sweep(
         relative_to: the codec (one of `codecs`) whose KL the ratios have below the line.
         passkeys: trials a codec, of the shipped models' passkey task, each with its prompt coded once; 0 leaves the column empty.
         chunk: tokens a forward; a streaming codec with side information a block (a mean, a table) has one a chunk.
+        calibration: tables for calibrated codecs, as in `save`; "self" learns them from each text's own cache, and counts them in the bits.
         progress: called with (positions done, positions in all).
     Returns:
         SweepReport, the own cache's row first.
@@ -155,6 +161,7 @@ def sweep(
     if not codecs or not texts:
         raise ValueError("[sweep] give at least one codec and one text.")
     references = specs_of(codecs, sink, recent, window, relative_to)
+    tables = resolve(calibration, model.info.weights) if any(parse_roundtrip(spec).calibrated for spec in references) else None
     if ALL in texts and len(texts) > 1:
         raise ValueError(f"[sweep] a text cannot be named {ALL!r} beside others.")
     ids = {name: ids_of(model, name, text, before, count) for name, text in texts.items()}
@@ -170,7 +177,7 @@ def sweep(
             progress(done, total)
 
     for name, text in ids.items():
-        base = TextArms(model, name, text, protocol, before, chunk)
+        base = TextArms(model, name, text, protocol, before, chunk, tables)
         arms[OWN].append(base.own)
         advance(one[name])
         for spec in references:
@@ -179,15 +186,14 @@ def sweep(
     shares: dict[str, float | None] = {}
     if passkeys:
         trips = [partial(parse_roundtrip, "raw" if spec == OWN else spec) for spec in arms]
-        found = passkey_shares(model, trips, passkeys, progress=lambda: advance(5 * len(arms)))
+        found = passkey_shares(model, trips, passkeys, calibration=tables, progress=lambda: advance(5 * len(arms)))
         shares = dict(zip(arms, found, strict=True))
-    return SweepReport(model.info.name, protocol, before, relative_to, passkeys, rows_of(arms, references, shares))
+    digest = None if tables is None else tables.digest
+    return SweepReport(model.info.name, protocol, before, relative_to, passkeys, rows_of(arms, references, shares), digest)
 
 
 def specs_of(codecs: Sequence[str], sink: int, recent: int, window: str, relative_to: str | None) -> dict[str, str | None]:
     """The specs to run, exact rows spelled out, and for each the spec that its ratio is relative to.
-
-    Lossless codecs get no exact rows, since all of theirs are.
 
     Raises:
         ValueError: an unknown codec or window, a codec twice, a reference that is no codec of the sweep, or a lossless one.
@@ -196,10 +202,9 @@ def specs_of(codecs: Sequence[str], sink: int, recent: int, window: str, relativ
         raise ValueError(f"[sweep] window must be one of {', '.join(WINDOWS)}, but got {window!r}.")
 
     def settled(codec: str, which: str) -> str:
-        trip = parse_roundtrip(codec, sink, recent)
         if which == "off":
             return parse_roundtrip(",".join(f for f in codec.split(",") if f.partition("=")[0].strip() not in ("sink", "recent"))).spec
-        return parse_roundtrip(codec).spec if trip.lossless else trip.spec
+        return parse_roundtrip(codec, sink, recent).spec
 
     for which in WINDOWS[window]:
         specs = [settled(codec, which) for codec in codecs]

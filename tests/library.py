@@ -18,13 +18,11 @@ import kvtool
 from formats.calibration import CalibrationFile
 from formats.container import TensorPlan, open_container, write_container
 from formats.manifest import ModelInfo, parse, to_json
-from kvtool.binding import layer_sources
-from kvtool.encoding import Positions, stripped
 from kvtool.model import LoadedModel
 from kvtool.moments import collect
 from tests import tiny_random
 from veloxquant_mlx.allocators.predictors import build_at
-from veloxquant_mlx.allocators.transforms import LayerRows, build_tc
+from veloxquant_mlx.allocators.transforms import build_tc
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -137,18 +135,10 @@ def digests(path: Path) -> dict[str, str]:
 
 def calibration_of(model: LoadedModel, tokens: Sequence[int], step: float = 0.02) -> CalibrationFile:
     """A calibration of a model from one text: tables for `tc`, and for `tcz` at one design step, without the search for a rate's."""
-    snapshot = kvtool.capture(model, list(tokens))
     moments = collect(model, {"text": list(tokens)}, length=len(tokens))
-    rows = {}
-    for source in layer_sources(snapshot.states, snapshot.probes):
-        if source.name in moments.layers:
-            assert source.k is not None and source.v is not None
-            at = Positions(source.positions).of(0, source.k.shape[1])
-            k, v = (np.array(stripped(role.fetch(), at, role.rope)).swapaxes(0, 1)[4:] for role in (source.k, source.v))
-            about = moments.layers[source.name]
-            assert about.fisher_k is not None and about.fisher_v is not None
-            rows[source.name] = LayerRows(k, v, about.fisher_k, about.fisher_v)
-    tables = {"tc": {name: build_tc(layer).to_arrays() for name, layer in rows.items()}}
-    chained = build_at(list(rows.values()), step, 1.0)[0]
-    tables["tcz-1"] = {name: own.to_arrays() for name, own in zip(rows, chained, strict=True)}
+    chained = build_at(list(moments.layers.values()), step, 1.0)[0]
+    tables = {
+        "tc": {name: build_tc(rows).to_arrays() for name, rows in moments.layers.items()},
+        "tcz-1": {name: own.to_arrays() for name, own in zip(moments.layers, chained, strict=True)},
+    }
     return CalibrationFile(model.info, moments.texts, moments.tokens, tables, skipped=moments.skipped)

@@ -144,7 +144,9 @@ def quality_line(step: dict[str, Any]) -> str:
     figures = [f"{label} {figure:.3g}" for label, figure in roles if isinstance(figure, int | float)]
     before = ", of what mlx-lm had quantised" if step.get("requantised") else ""
     error = f"squared error / energy: {', '.join(figures)}" if figures else "no added error"
-    return f"{step['step']} {step.get('codec', '')}{before}: {error}"
+    kl = step.get("kl")
+    measured = f"; KL {kl:.3g} nats a token on the prompt" if isinstance(kl, int | float) else ""
+    return f"{step['step']} {step.get('codec', '')}{before}: {error}{measured}"
 
 
 def show_problem(error: KVError) -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvtool.sweeping import SweepReport
 
 FILE_ONLY = ("arms", "allow_mismatch")
-SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "passkeys", "plot_file")
+SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "passkeys", "plot_file", "chunk")
 
 
 @click.command("eval")
@@ -70,6 +70,19 @@ SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "
     metavar="N",
     help="Sweep: also ask N passkeys of each codec's cache (tiny-a, tiny-b).",
 )
+@click.option(
+    "--chunk",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Sweep: tokens a forward; codes of tcz come in chunks of 256, so 512 with --protocol streaming.",
+)
+@click.option(
+    "--calibration",
+    metavar="FILE|DIGEST|auto|self",
+    help="Tables for tc and tcz; self: learnt from each text's own cache and counted. With IN.kv: the file that it needs.",
+)
 @click.option("--csv", "csv_file", metavar="F", help="Sweep, robustness: write the table as CSV as well.")
 @click.option("--plot", "plot_file", metavar="F", help="Sweep: plot KL against bits; .svg, or .png where matplotlib is installed.")
 @dtype_option
@@ -85,6 +98,7 @@ def command(
     allow_mismatch: bool,
     codecs: tuple[str, ...],
     robustness: bool,
+    calibration: str | None,
     csv_file: str | None,
     dtype: str,
     as_json: bool,
@@ -111,13 +125,13 @@ def command(
     if csv_file is not None:
         check_target(csv_file)
     if robustness:
-        _only(given, (*SWEEP_ONLY, "model_name", "text_files", "tokens", "dtype"), "a sweep, not with --robustness")
+        _only(given, (*SWEEP_ONLY, "model_name", "text_files", "tokens", "dtype", "calibration"), "a sweep, not with --robustness")
         _robustness(specs, csv_file, as_json)
         return
     if model_name is None or not text_files:
         raise click.UsageError("give --model" if model_name is None else "give --text")
     if source is None:
-        _sweep(model_name, text_files, specs, dtype, as_json, csv_file=csv_file, tokens=tokens, **options)
+        _sweep(model_name, text_files, specs, dtype, as_json, csv_file=csv_file, tokens=tokens, calibration=calibration, **options)
         return
     if len(text_files) > 1:
         raise click.UsageError("IN.kv is scored on one --text")
@@ -128,7 +142,16 @@ def command(
     model = load_model(model_name, dtype=dtype)
     chosen = [a for a in arms.split(",") if a]
     with bar("scoring", quiet=as_json) as progress:
-        report = evaluate(source, model, text, arms=chosen, tokens=tokens or 256, allow_mismatch=allow_mismatch, progress=progress)
+        report = evaluate(
+            source,
+            model,
+            text,
+            arms=chosen,
+            tokens=tokens or 256,
+            allow_mismatch=allow_mismatch,
+            calibration=calibration,
+            progress=progress,
+        )
     lines = [
         f"{report.path} in {report.model}: {report.prefix} tokens cached ({', '.join(report.codecs)}), {report.n} scored",
         *(f"quality    {quality_line(step)}" for step in report.quality),

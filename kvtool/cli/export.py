@@ -1,9 +1,10 @@
 """`kvtool export`: run a prompt once and keep its KV cache in a file."""
 
+import math
 import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -52,6 +53,12 @@ if TYPE_CHECKING:
     "By default auto where there is one, else self.",
 )
 @click.option("--carry", is_flag=True, help="Put the tables of tc into the file, so that it needs no calibration to be read.")
+@click.option(
+    "--quality",
+    metavar="kl=X",
+    help="Take the smallest rate of tcz, or of the --codec tc-N given, whose KL measured on the prompt is at most X nats a token; "
+    "exit code 7 where none is.",
+)
 @sink_option
 @recent_option
 @frame_option
@@ -59,7 +66,9 @@ if TYPE_CHECKING:
 @dtype_option
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv")
 @json_option
+@click.pass_context
 def command(
+    context: click.Context,
     model_name: str,
     prompt: str | None,
     prompt_file: str | None,
@@ -69,6 +78,7 @@ def command(
     codec: str,
     calibration: str | None,
     carry: bool,
+    quality: str | None,
     sink: int | None,
     recent: int | None,
     frame: str | None,
@@ -82,6 +92,7 @@ def command(
     \b
     Example:
       kvtool export --model tiny-a --prompt-file report.txt --codec rvq-2+2 -o report.kv
+      kvtool export --model tiny-a --prompt-file report.txt --codec tc-2 --quality kl=0.01 --sink 4 --recent 32 -o report.kv
       kvtool export --model tiny-a --from-cache old.safetensors --tokens ids.json -o old.kv
     """
     given = [
@@ -91,6 +102,9 @@ def command(
         raise click.UsageError("give one of --prompt, --prompt-file, --tokens, or --from-cache (with --tokens where the ids are known)")
     if chat and not (prompt or prompt_file):
         raise click.UsageError("--chat goes with --prompt or --prompt-file")
+    limit = None if quality is None else _limit(quality)
+    if quality is not None and from_cache is not None:
+        raise click.UsageError("--quality measures on the prompt, so it does not go with --from-cache")
     check_target(output)
     ids = None if tokens_file is None else read_tokens(tokens_file)
     text = read_text(prompt_file) if prompt_file is not None else prompt
@@ -99,13 +113,19 @@ def command(
     from kvtool.capturing import capture
     from kvtool.foreign import caches_from_prompt_cache
     from kvtool.model import load_model
+    from veloxquant_mlx.codecs import CodecPlan
     from veloxquant_mlx.codecs.tc import Tc
 
     plan = codec_plan(codec, sink, recent, frame)
-    if carry:
+
+    def carried(plan: CodecPlan) -> CodecPlan:
+        if not carry:
+            return plan
         if not isinstance(plan.k, Tc) or not isinstance(plan.v, Tc):
             raise click.UsageError(f"--carry goes with tc, not with {plan.spec()}")
-        plan = replace(plan, k=replace(plan.k, carry=True), v=replace(plan.v, carry=True))
+        return replace(plan, k=replace(plan.k, carry=True), v=replace(plan.v, carry=True))
+
+    plan = plan if limit is not None else carried(plan)
     model = load_model(model_name, dtype=dtype)
     if from_cache is not None:
         caches, metadata = caches_from_prompt_cache(from_cache)
@@ -115,11 +135,46 @@ def command(
     else:
         with bar("prefill", quiet=as_json) as progress:
             snapshot = capture(model, text if text is not None else ids, chat=chat, progress=progress)
+    details: dict[str, Any] | None = None
+    if limit is not None:
+        from kvtool.calibrations import resolve
+        from kvtool.quality import smallest_rate
+
+        tables = resolve(calibration, model.info.weights)
+        family = "tcz" if context.get_parameter_source("codec") is click.core.ParameterSource.DEFAULT else plan.k.id
+        if family == "tcz" and tables is None:
+            family = "tc"
+            note("no calibration of this model: tc, with tables learnt from the prompt, instead of tcz")
+        with bar("measuring", quiet=as_json) as progress:
+            found = smallest_rate(model, snapshot, limit, family=family, plan=plan, calibration=tables, progress=progress)
+        plan, details = carried(found.plan), found.record()
+        note(f"{plan.spec()}: KL {found.kl:.3g} nats a token on the prompt ({found.positions} tokens), at most {limit:g} asked for")
     with bar("writing", quiet=as_json) as progress:
-        report = save(snapshot, output, codec=plan, calibration=calibration, model=model, compress=not no_zstd, progress=progress)
+        report = save(
+            snapshot,
+            output,
+            codec=plan,
+            calibration=calibration,
+            model=model,
+            details=details,
+            compress=not no_zstd,
+            progress=progress,
+        )
     for remark in report.notes:
         note(remark)
     emit(as_json, {**asdict(report), "prompt_tokens": None if snapshot.tokens is None else len(snapshot.tokens)}, save_lines(report))
+
+
+def _limit(quality: str) -> float:
+    """X of kl=X."""
+    name, _, value = quality.partition("=")
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = 0.0
+    if name != "kl" or not 0 < limit < math.inf:
+        raise click.UsageError(f"--quality must be kl=X with X positive, but is {quality!r}")
+    return limit
 
 
 def _check_origin(path: str, said: str | None, model_name: str, model: "LoadedModel") -> None:
