@@ -17,6 +17,7 @@ from formats.errors import IncompatibleError, ManifestError
 from formats.examine import MAX_EXPANSION
 from kvtool.encoding import MLX_AFFINE
 from tests import tcz_cases
+from tests.golden import make_additive as additive
 from tests.library import rewrite, saved, tiny
 from tests.tc_cases import bound
 from veloxquant_mlx.codecs import CODECS, parse_codec
@@ -45,8 +46,9 @@ def test_every_codec_with_its_parts_and_params() -> None:
     assert {*CODECS, MLX_AFFINE} <= set(table)
     written = [codec for plan in map(parse_codec, SPECS) for codec in (plan.k, plan.v)] + [*bound("tc-2"), *bound("tc-2:carry")]
     written += tcz_cases.codecs()[0].values()
+    written += [CODECS["additive"].from_params(additive.read(additive.HERE / f"{name}.npz")[0]) for name in additive.CASES]
     for codec in written:
-        for part in codec.layout((2, 3, 64), mx.float32):
+        for part in codec.layout((2, 3, getattr(codec, "dim", None) or 64), mx.float32):
             assert f"`{part}`" in table[codec.id], (codec.id, part)
         assert set(codec.to_params()) <= rows(codecs), codec.id
     assert {codec.id for codec in written} == set(CODECS)

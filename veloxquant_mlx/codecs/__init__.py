@@ -3,10 +3,11 @@
 SPEC  = CODEC | FIELD, or several, with commas      rvq-2+2        rabitq,sink=4,recent=32        k=rabitq,v=rvq-2+2,frame=pre
 FIELD = k=CODEC | v=CODEC | sink=N | recent=N | frame=post|pre
 CODEC = raw | rvq-N[:OPTION...] | rvq-A+B[:OPTION...] | rabitq[:OPTION...] | rabitq-N[:OPTION...] | affine-N[:AFFINE...]
-      | commvq-N[:PLANES] | vecinfer-N[:SMOOTH] | qjl[:QJL...] | qjl-N[:QJL...] | tc-N[:TC...] | tcz-R
+      | commvq-N[:PLANES] | commvq-N:additive[:carry] | vecinfer-N[:SMOOTH] | qjl[:QJL...] | qjl-N[:QJL...] | tc-N[:TC...] | tcz-R
 OPTION = norm | ls | unbiased | center | nocenter | seed=N
 AFFINE = group=N | channel | token
 PLANES = first=N:dims=N                               rotary entries, found from the model where it is there
+additive: N one of 1, 1.5, 2, 3                       calibrated; carry as TC's
 SMOOTH = smooth | nosmooth
 QJL = center | nocenter | seed=N
 TC = carry | seed=N                                   calibrated; carry puts the tables into the file
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from veloxquant_mlx.codecs._base import BLOCK_VALUES, Codec, Frame, RoleName, token_blocks
 from veloxquant_mlx.codecs.affine import Affine
 from veloxquant_mlx.codecs.commvq import CommVq
+from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.qjl import Qjl
 from veloxquant_mlx.codecs.rabitq import Rabitq
 from veloxquant_mlx.codecs.raw import Raw
@@ -28,9 +30,12 @@ from veloxquant_mlx.codecs.vecinfer import VecInfer
 
 __all__ = ["BLOCK_VALUES", "CODECS", "Codec", "CodecPlan", "parse_codec", "token_blocks"]
 
-CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Rvq, Rabitq, Affine, CommVq, VecInfer, Qjl, Tc, Tcz)}
+# The first that takes a spec string has it: commvq leaves no option to others.
+_ALL: tuple[type[Codec], ...] = (Raw, Rvq, Rabitq, Affine, CommVqAdditive, CommVq, VecInfer, Qjl, Tc, Tcz)
+CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in _ALL}
 KNOWN = (
     "raw, rvq-N (rvq-4), rvq-A+B (rvq-2+2), rabitq, rabitq-N (rabitq-4), affine-N (affine-4), commvq-N (commvq-2), "
+    "commvq-N:additive (commvq-2:additive, calibrated), "
     "vecinfer-N (vecinfer-2), qjl, qjl-N (qjl-2), tc-N (tc-2, calibrated), tcz-R (tcz-1.1, calibrated); "
     "per role k=... and v=...; sink=N, recent=N, frame=post|pre"
 )
