@@ -187,6 +187,14 @@ def test_arrays_round_trip_and_liars_are_refused() -> None:
                     TczTables.from_arrays(bad)
 
 
+def test_a_basis_without_an_inverse_is_refused() -> None:
+    codec, parts, given, x, _ = coded(layers(TOKENS))[0]
+    for basis in (np.zeros_like(codec.tables.k.basis), np.ones_like(codec.tables.k.basis)):
+        lying = replace(codec, tables=replace(codec.tables, k=replace(codec.tables.k, basis=basis)))
+        with pytest.raises(ManifestError, match="basis must be invertible"):
+            lying.decode(parts, x.shape, mx.float32, given)
+
+
 def hard(case: str) -> list[LayerRows]:
     rows = layers(16 if case == "few rows" else 400, count=2)
     if case == "constant component":

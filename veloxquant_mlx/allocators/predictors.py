@@ -69,12 +69,28 @@ class RoleTables:
 
     @cached_property
     def backward(self) -> np.ndarray:
-        """F^-1 of the stored F, float32."""
-        return np.linalg.inv(self.basis.astype(np.float64) * self.basis_scale).astype(np.float32)
+        """F^-1 of the stored F, float32.
+
+        Raises:
+            ValueError: F has none.
+        """
+        basis = self.basis.astype(np.float64) * self.basis_scale
+        try:
+            inverse = np.linalg.inv(basis).astype(np.float32)
+        except np.linalg.LinAlgError:
+            inverse = np.full_like(basis, np.inf)
+        if not np.isfinite(inverse).all():
+            raise ValueError(f"[TczTables] basis must be invertible in float32, but its singular values are {_extremes(basis)}.")
+        return inverse
 
     def predict(self, inputs: np.ndarray | None) -> np.ndarray:
         """p, float32 (N, W) or, without inputs, (1, W)."""
         return self.bias[None] if inputs is None else inputs @ self.weights + self.bias
+
+
+def _extremes(matrix: np.ndarray) -> str:
+    values = np.linalg.svd(matrix, compute_uv=False)
+    return f"from {values[-1]:.3g} to {values[0]:.3g}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
 
 P, b and F are a calibration's (`allocators.predictors`): keys are predicted from the keys and values of the layer before, values from
 those and this layer's keys. F makes a unit of y cost the same nats in any layer, so that one step serves all.
-c(q) is the mean of y in its cell (values: divided by E[y y^] / E[y^2]). Coding: `_entropy`; chunks of 256 tokens decode independently.
+c(q) is the mean of y in its cell (values: divided by E[y y^] / E[y^2]). Coding: `_entropy`; chunks of 256 tokens decode independently,
+and q without p, so that another rounding of p moves x^ by no more than that.
 
 Parts: stream U32 (1, words), the chunks' words one after another; index U32 (1, ceil(S / 256)), the number of words of each.
 R is the average over keys and values of all layers; a codec bound to a layer has the step that meets it.
@@ -185,7 +186,10 @@ class Tcz(Codec):
         if ends[-1] != len(stream):
             raise ManifestError(f"[tcz] part 'stream' must have the {ends[-1]} words that 'index' counts, but has {len(stream)}.")
         role, expected = getattr(tables, self.role), tables.expected(self.role, self.step)
-        backward = mx.array(role.backward * np.float32(self.step))
+        try:
+            backward = mx.array(role.backward * np.float32(self.step))
+        except ValueError as error:
+            raise ManifestError(f"[tcz] layer {self.layer!r}: {error}") from error
         rows = []
         for tokens, p in self._predicted(given, shape):
             chunks = []
