@@ -110,7 +110,7 @@ def spec_tables(params: dict, parts: dict) -> dict[str, np.ndarray]:
     shapes = np.array([arrays["shapes"][w - 1].reshape(-1)[i] for i, w in enumerate(widths.reshape(-1)) if w], int)
     c_yy = arrays["c_yy"] * np.outer(arrays["c_yy_size"], arrays["c_yy_size"])
     error = np.array([lloyd(SHAPES[s], w)[1] for s, w in zip(shapes, widths.reshape(-1)[used], strict=True)])
-    gram = c_yy[np.ix_(used, used)] + np.diag(error / (1 - error) + max(0.003, len(used) / arrays["rows"][0]))
+    gram = c_yy[np.ix_(used, used)] + np.diag(error / (1 - error) + max(0.003, 6 * len(used) / arrays["rows"][0]))
     forward = np.linalg.inv(back).swapaxes(1, 2).reshape(-1, back.shape[2])
     return {
         "mean": arrays["k_mean"],

@@ -31,6 +31,7 @@ LEAST_RATE, MOST_RATE = 1.25, 6.0
 METRIC_FLOOR = 1e-3  # of a metric's eigenvalues, relative to their mean
 GRADIENTS = 3  # a direction at least, over the relative size of an eigenvalue that is believed
 RIDGE = 3e-3
+CAUTION = 6
 LEAST_SINGULAR = 1e-6  # of `back` with rows of unit size
 _MOST_ROWS = 1 << 13  # that shapes are chosen by
 
@@ -96,8 +97,8 @@ class TcTables:
         return np.where(widths > 0, d / np.where(widths > 0, 1 - d, 1), 0.0)
 
     def ridge(self, inputs: int) -> float:
-        """What is added to the variance of every input of the prediction: as much as that of a fit with so many from so few rows."""
-        return max(RIDGE, inputs / max(self.rows, 1))
+        """What is added to the variance of every input of the prediction: the more inputs there are for each calibration row, the more."""
+        return max(RIDGE, CAUTION * inputs / max(self.rows, 1))
 
     def predictor(self, widths: np.ndarray) -> np.ndarray:
         """W for keys of these widths (H, D): (components of width > 0, H D) float64, in order of head and component."""
