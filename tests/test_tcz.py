@@ -168,6 +168,14 @@ def test_components_are_uncorrelated_and_their_unit_is_the_metrics() -> None:
     assert np.abs(correlation - np.eye(WIDTH)).max() < 0.02
 
 
+def test_a_quarter_of_the_step_expects_four_times_the_deviation() -> None:
+    t, bank = built()[1], symbol_models.bank()
+    classes = t.v.classes.astype(int)
+    inner = (bank.t[classes] + 4 <= 10) & (bank.t[classes] > -5)
+    assert inner.sum() > 4 and np.array_equal(t.expected("v", t.step), classes)
+    assert np.array_equal(bank.t[t.expected("v", t.step / 4)][inner], bank.t[classes][inner] + 4)
+
+
 def test_arrays_round_trip_and_liars_are_refused() -> None:
     for tables in built():
         arrays = tables.to_arrays()
