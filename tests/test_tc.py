@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -380,7 +381,7 @@ def test_rows_that_are_predicted_exactly_have_no_scale() -> None:
     """Values that never move: the prediction is their mean, and what is left of a row that equals it is zero."""
     own = layer(200)
     table = build_tc(LayerRows(own.k, np.ones_like(own.v), own.fisher_k, own.fisher_v))
-    v = Tc(2.0, "v").bind("v", table, widths_for({"0": table}, 2.0)["0"], "0", DIGEST)
+    v = Tc(2.0, "v").bind("v", table, replace(widths_for({"0": table}, 2.0)["0"], v=("3", "2")), "0", DIGEST)
     w = np.ones((2, 40, 8), np.float32)
     w[1, 3, 2] = 1.5
     parts = v.encode(mx.array(w), {"k": mx.zeros(w.shape)})
