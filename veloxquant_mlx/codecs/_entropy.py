@@ -18,7 +18,7 @@ from functools import cache
 import constriction
 import numpy as np
 
-from veloxquant_mlx.allocators.symbol_models import CHUNK, LAPLACE_T, TOTAL, bank, choose
+from veloxquant_mlx.allocators.symbol_models import CHECKSUM, CHUNK, LAPLACE_T, TOTAL, bank, checksum, choose
 
 MAX_WORDS = 4  # per symbol and class index; a longer stream is refused before it is decoded
 _WORD = 16
@@ -32,6 +32,10 @@ def _models() -> tuple[list[Categorical], Categorical]:
     def model(frequencies: np.ndarray) -> Categorical:
         return Categorical(frequencies.astype(np.float64) / TOTAL, perfect=False)
 
+    if checksum() != CHECKSUM:
+        raise RuntimeError(
+            f"the models' frequencies have CRC-32 {checksum():#x} here and {CHECKSUM:#x} in the format; math.exp or erfc is off."
+        )
     return [model(f) for f in bank().frequencies], model(bank().rank_frequencies)
 
 
