@@ -68,7 +68,7 @@ class Calibration:
             IncompatibleError: it has none.
             ManifestError: arrays that are no tables.
         """
-        if layer not in self.file.tables.get(kind, {}):
+        if kind.partition("-")[0] not in KINDS or layer not in self.file.tables.get(kind, {}):
             what = f"calibration {self.digest[:12]} of {self.model.name} has no {kind} tables of layer {layer}"
             raise IncompatibleError(what, hint="calibrate the model again")
         if (kind, layer) not in self._made:
