@@ -25,8 +25,8 @@ WORDS = 256
 STAGE_BITS = 8
 METRIC_FLOOR = 1e-3  # of a metric's eigenvalues, relative to their mean
 LEAST_SINGULAR = 1e-6  # of `back` with rows of unit size
-_MOST_ROWS = 1 << 13  # that words are learnt from
-_ROUNDS = 6
+_MOST_ROWS = 1 << 14  # that words are learnt from
+_ROUNDS = 12
 _BLOCK = 512  # rows whose distances are held at a time
 
 
