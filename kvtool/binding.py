@@ -213,6 +213,8 @@ class _Binder:
             return {}
         rows = [tuple(_tokens_first(self.rows(self.layers[name], role, STEP_ROWS)) for role in ROLES) for name in linked]
         step = step_for(self.plan.k.rate, list(linked.values()), [(k, v) for k, v in rows])
+        # All the digits of a small step are more than a manifest takes in a row.
+        step = float(f"{step:.6g}")
         return {
             (name, role): self.plan.k.bind(role, own, step, name, before[name] if own.chained else None, digest)
             for name, own in linked.items()
