@@ -19,7 +19,7 @@ from kvtool.model import LoadedModel
 from kvtool.moments import collect
 from tests.library import ids, tiny
 from tests.texts import text
-from veloxquant_mlx.allocators.predictors import measure
+from veloxquant_mlx.allocators.predictors import build_at, build_tcz, measure
 from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc
 
 TOKENS = 160
@@ -113,6 +113,22 @@ def test_a_layer_whose_tables_cannot_be_built_is_skipped(monkeypatch: pytest.Mon
     monkeypatch.setattr(calibrating, "build_tc", failing)
     found = calibrate(model, {"a": ids(64)}, rates=(1.0,))
     assert found.layers("tc") == found.layers("tcz-1") == ("0",) and found.file.skipped == {"1": "[build_tc] planted"}
+
+
+@pytest.mark.parametrize(("gradients", "floors"), [(None, (1e-3, 0.02)), (36_000, (1e-3, 0.02)), (240, (0.15, 0.15)), (1, (1.0, 1.0))])
+def test_joint_metrics_of_few_gradients_have_their_small_eigenvalues_raised(gradients: int | None, floors: tuple[float, float]) -> None:
+    """The basis is F = A U with U orthogonal, so that F F^T is the metric A^2 as it was taken."""
+    rng = np.random.default_rng(0)
+    turn, values = np.linalg.qr(rng.standard_normal((12, 12)))[0], np.geomspace(1e-5, 1, 12)
+    rows = rng.standard_normal((2, 400, 2, 6)).astype(np.float32)
+    metric = turn * values @ turn.T
+    tables = build_at([LayerRows(*rows, metric, metric, gradients)], 0.1, 1.0)[0][0]
+    for role, floor in zip((tables.k, tables.v), floors, strict=True):
+        basis = role.basis.astype(np.float64) * role.basis_scale
+        found = np.linalg.eigvalsh(basis @ basis.T)
+        np.testing.assert_allclose(found, np.sort(np.maximum(values, floor * values.mean())), rtol=0.02)
+    with pytest.raises(ValueError, match="gradients of layer 0 must be at least 1, but got 0"):
+        build_tcz([LayerRows(*rows, metric, metric, 0)], 1.0)
 
 
 # --- command --------------------------------------------------------------------------------------------------------------------------
