@@ -2,7 +2,8 @@
 
 Bits go to where they save most over all layers, so that all layers are bound before the first is encoded. Then each role is coded on a
 sample of its rows, and where the best training-free codec at no more bytes costs less, that one is taken: a calibration that does not fit
-what the cache holds can make it no worse than those. What an error costs is the tables' metric, e -> |e M|^2 in nats (twice over); where
+what the cache holds can make it no worse than those. At rates below any of them, rows that would be lost take more bytes; rows that the
+codec refuses go to the smallest of them. What an error costs is the tables' metric, e -> |e M|^2 in nats (twice over); where
 that is zero, it is the squared error.
 """
 
@@ -36,6 +37,7 @@ OWN_TOKENS = 1024  # of them that metrics are taken from
 ROLES: tuple[RoleName, ...] = ("k", "v")
 STEP_ROWS = 1024  # that the step of a rate is found on
 FREE_BITS = range(1, 7)  # of the rvq-N that are compared with
+LOST = 2.0  # times the cost of their mean alone: rows that cost more than that are lost, and worth more bytes
 
 
 @dataclass(frozen=True)
@@ -234,19 +236,28 @@ class _Binder:
             return
         shape, sample = (source.shape[0], stop - start, source.shape[2]), self.rows(layer, role, SAMPLE)
         given = {need: done[at] for need, at in sources_of(layer.name, codec).items()} or None
-        parts = codec.encode(sample) if given is None else codec.encode(sample, given)
         small = (shape[0], sample.shape[1], shape[2])
+        try:
+            parts = codec.encode(sample) if given is None else codec.encode(sample, given)
+        except ValueError as error:
+            # Rows that its steps do not reach: another codec holds them, or refuses them for a reason of its own.
+            least = _free(role, shape, None) or Raw()
+            self._fall_back(layer, role, least, str(error))
+            done[layer.name, role] = least.decode(least.encode(sample), small, mx.float32)
+            return
         decoded = codec.decode(parts, small, mx.float32) if given is None else codec.decode(parts, small, mx.float32, given)
         size = codec.nbytes(shape, mx.float32) if not codec.eager else sum(p.nbytes for p in parts.values()) * shape[1] / sample.shape[1]
         self.binding.codecs[layer.name, role] = codec
         metric = metric_of(tables, role)
-        cost, best = _cost(sample - decoded, metric), _free(role, shape, size)
+        cost, best, where = _cost(sample - decoded, metric), _free(role, shape, size), "at no more bytes"
+        if best is None and cost > LOST * _cost(sample - mx.mean(sample, axis=1, keepdims=True), metric):
+            best, where = _free(role, shape, None), "at more bytes"
         if best is not None:
             other = best.decode(best.encode(sample), small, mx.float32)
             theirs = _cost(sample - other, metric)
             if theirs < cost:
                 ratio = f"{cost / theirs:.3g} times less costly" if theirs else "without error"
-                self._fall_back(layer, role, best, f"{ratio} on {sample.shape[1]} rows at no more bytes")
+                self._fall_back(layer, role, best, f"{ratio} on {sample.shape[1]} rows {where}")
                 decoded = other
         done[layer.name, role] = decoded
 
@@ -255,11 +266,11 @@ class _Binder:
         self.binding.fallbacks.append(f"{layer.name}.{role}: {codec.spec(role)}, {reason}")
 
 
-def _free(role: RoleName, shape: tuple[int, int, int], size: float) -> Codec | None:
-    """The training-free codec of the most bits that takes no more than `size` bytes, or None."""
-    for bits in reversed(FREE_BITS):
+def _free(role: RoleName, shape: tuple[int, int, int], size: float | None) -> Codec | None:
+    """The training-free codec of the most bits that takes no more than `size` bytes (None: that of the fewest bits), or None."""
+    for bits in FREE_BITS if size is None else reversed(FREE_BITS):
         codec = Rvq.parse(f"rvq-{bits}", role)
-        if codec is not None and takes_dim(codec, shape[2]) and codec.nbytes(shape, mx.float32) <= size:
+        if codec is not None and takes_dim(codec, shape[2]) and (size is None or codec.nbytes(shape, mx.float32) <= size):
             return codec
     return None
 
@@ -291,8 +302,10 @@ def metric_of(tables: Any, role: str) -> np.ndarray:
 
 
 def _cost(error: mx.array, metric: np.ndarray) -> float:
-    """Mean cost of errors (H, N, D) of rows."""
+    """Mean cost of errors (H, N, D) of rows; infinite where an error is not finite."""
     flat = np.array(error).astype(np.float64).swapaxes(0, 1).reshape(error.shape[1], -1)
+    if not np.isfinite(flat).all():
+        return math.inf
     weighted = flat @ metric if metric.any() else flat
     return float(np.square(weighted).sum(axis=1).mean())
 

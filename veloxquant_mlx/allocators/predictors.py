@@ -23,6 +23,8 @@ RIDGE = 3e-3  # of the mean variance of the inputs
 FLOORS = {"k": 1e-3, "v": 0.02}  # of the metric's mean eigenvalue, from many gradients
 CHUNK_BITS = 64  # of a chunk besides its symbols: its length and the end of the coder's state
 ROLES = ("k", "v")
+STEPS = (1e-12, 1e12)  # of a cache
+LARGEST_SYMBOL = 2.0**30
 _STORED = {
     "predictor": ("f2", "i1"),
     "predictor_scale": ("f4",),
@@ -210,14 +212,17 @@ def _role_tables(role: str, layer: LayerRows, inputs: np.ndarray | None, step: f
 
 
 def _symbols(y: np.ndarray, step: float) -> np.ndarray:
-    return np.clip(np.rint(y / np.float32(step)), -(2.0**31), 2.0**31 - 1).astype(np.int32)
+    """y in steps; what is further out than the codec takes, or beyond float32, counts as just there."""
+    q = y / np.float32(step)
+    return np.clip(np.rint(np.where(np.isnan(q), LARGEST_SYMBOL, q)), -LARGEST_SYMBOL, LARGEST_SYMBOL).astype(np.int32)
 
 
 def simulate(tables: TczTables, role: str, rows: np.ndarray, inputs: np.ndarray | None, step: float) -> tuple[np.ndarray, float]:
     """Decoded rows (N, W) of a role, and the bits they take, as the codec would code them."""
     role_tables = getattr(tables, role)
     p = role_tables.predict(inputs)
-    q, expected = _symbols((rows - p) @ role_tables.forward, step), tables.expected(role, step)
+    with np.errstate(over="ignore", invalid="ignore"):  # see _symbols
+        q, expected = _symbols((rows - p) @ role_tables.forward, step), tables.expected(role, step)
     decoded, bits = np.empty(q.shape, np.float32), 0.0
     for start in range(0, len(q), CHUNK):
         chunk = q[start : start + CHUNK]
@@ -311,16 +316,19 @@ def step_for(rate: float, tables: Sequence[TczTables], rows: Sequence[tuple[np.n
 
 
 def _solve(rate: float, start: float, bits_at: Callable[[float], float], tolerance: float) -> float:
-    """The step whose bits are the rate, by interpolation in its logarithm; the nearest found where none is."""
-    at, low, high = math.log2(start), None, None
+    """The step whose bits are the rate, by interpolation in its logarithm; the nearest of STEPS found where none is."""
+    first, last = (math.log2(step) for step in STEPS)
+    at, low, high = min(last, max(first, math.log2(start))), None, None
     for _ in range(_MOST_TRIALS):
         bits = bits_at(2.0**at)
         if abs(bits - rate) <= tolerance * rate:
             break
         low, high = ((at, bits), high) if bits > rate else (low, (at, bits))
         if low is None or high is None:
-            at += min(4.0, max(-4.0, (bits - rate) / _SLOPE))
+            at, before = min(last, max(first, at + min(4.0, max(-4.0, (bits - rate) / _SLOPE)))), at
+            if at == before:
+                break
         else:
             share = (low[1] - rate) / (low[1] - high[1])
             at = low[0] + (high[0] - low[0]) * min(0.95, max(0.05, share))
-    return 2.0**at
+    return min(STEPS[1], max(STEPS[0], 2.0**at))
