@@ -16,16 +16,18 @@ import mlx.core as mx
 import numpy as np
 
 from formats.errors import IncompatibleError
-from kvtool.calibrations import Calibration, is_calibrated
+from kvtool.calibrations import Calibration, is_calibrated, kind_of
 from kvtool.encoding import Positions, RoleSource, source_of, sources_of, split_rows, stripped, takes_dim
 from kvtool.model import LoadedModel
 from kvtool.moments import LEAST_TOKENS, Moments, collect
 from kvtool.probe import CacheProbe
 from kvtool.states import CacheState
+from veloxquant_mlx.allocators.additive import AdditiveTables, build_shared, inverse
 from veloxquant_mlx.allocators.predictors import TczTables, step_for
 from veloxquant_mlx.allocators.transforms import LEAST_RATE, LayerRows, TcTables, build_tc, widths_for
 from veloxquant_mlx.codecs import Codec, CodecPlan
 from veloxquant_mlx.codecs._base import RoleName
+from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.codecs.tc import Tc
@@ -81,13 +83,14 @@ def bind(
         calibration: of the model, or None: the tables are then learnt from these rows and carried in the file.
         moments: gives the metrics of a piece of these tokens, for that.
     Raises:
-        ValueError: one role alone is calibrated, exact rows of another frame, or there is nothing to learn tables from.
+        ValueError: tc or tcz for one role alone, exact rows of another frame, or there is nothing to learn tables from.
         IncompatibleError: the calibration has no tables for the codec.
     """
     if not is_calibrated(plan.k) and not is_calibrated(plan.v):
         return None
-    if type(plan.k) is not type(plan.v) or plan.k.spec() != plan.v.spec():
-        raise ValueError(f"[save] {plan.spec()}: a calibrated codec shares its bits among keys and values, so it is one for both.")
+    keys_alone = isinstance(plan.k, CommVqAdditive) and not is_calibrated(plan.v)
+    if not keys_alone and (type(plan.k) is not type(plan.v) or plan.k.spec() != plan.v.spec()):
+        raise ValueError(f"[save] {plan.spec()}: tc and tcz share their bits among keys and values, so that each is one for both.")
     if plan.frame == "post":
         raise ValueError(f"[save] {plan.spec()}: a calibrated codec takes keys before RoPE; leave frame out.")
     binding = Binding()
@@ -103,6 +106,7 @@ def bind(
 class _Binder:
     def __init__(self, plan: CodecPlan, layers: Sequence[LayerSource], binding: Binding) -> None:
         self.plan, self.binding = plan, binding
+        self.roles: tuple[RoleName, ...] = ROLES if is_calibrated(plan.v) else ("k",)
         self.layers = {layer.name: layer for layer in layers}
         self.reasons: dict[str, str] = {}
         for layer in layers:
@@ -131,7 +135,7 @@ class _Binder:
         at = Positions(layer.positions).of(0, source.shape[1])[picked]
         return stripped(rows, at, source.rope)
 
-    def learnt(self, moments: Callable[[], Moments] | None) -> Mapping[str, TcTables]:
+    def learnt(self, moments: Callable[[], Moments] | None) -> Mapping[str, TcTables] | Mapping[str, AdditiveTables]:
         """Tables from the rows themselves, and the metrics of a piece of their tokens."""
         if moments is None:
             raise ValueError(
@@ -141,19 +145,26 @@ class _Binder:
         if any(name not in self.reasons and self.span(layer)[1] for name, layer in self.layers.items()):
             metrics = moments()
             self.reasons |= {name: why for name, why in metrics.skipped.items() if name in self.layers and name not in self.reasons}
-        tables = {}
+        tables, rows = {}, {}
         for name, layer in self.layers.items():
             if name in self.reasons or not self.span(layer)[1]:
                 continue
             about = metrics.layers[name]
             k, v = (_tokens_first(self.rows(layer, role, OWN_ROWS)) for role in ROLES)
+            rows[name] = LayerRows(k, v, about.fisher_k, about.fisher_v, about.gradients)
+            if isinstance(self.plan.k, CommVqAdditive):
+                continue
             try:
-                tables[name] = build_tc(LayerRows(k, v, about.fisher_k, about.fisher_v, about.gradients))
+                tables[name] = build_tc(rows.pop(name))
             except ValueError as error:
                 self.reasons[name] = str(error)
-        return tables
+        if not isinstance(self.plan.k, CommVqAdditive):
+            return tables
+        words = build_shared(rows, self.plan.k.bits)
+        self.reasons |= {name: f"heads of {own.k.shape[2]} at this rate" for name, own in rows.items() if name not in words}
+        return words
 
-    def bind(self, tables: "Calibration | Mapping[str, TcTables]") -> None:
+    def bind(self, tables: "Calibration | Mapping[str, TcTables] | Mapping[str, AdditiveTables]") -> None:
         if isinstance(tables, Calibration):
             kind = self._kind(tables)
             self.binding.calibration = None if getattr(self.plan.k, "carry", False) else tables.digest
@@ -171,23 +182,33 @@ class _Binder:
         if isinstance(self.plan.k, Tcz):
             assert isinstance(tables, Calibration)
             candidates = self._tcz(tables.digest, wanted, tables.layers(kind))
+        elif isinstance(self.plan.k, CommVqAdditive):
+            words = self.plan.k
+            candidates = {(name, "k"): words.bind(own, name, self.binding.calibration) for name, own in wanted.items()}
         else:
-            candidates = self._tc(None if self.binding.calibration is None else self.binding.calibration, wanted)
+            candidates = self._tc(self.binding.calibration, wanted)
         done: dict[tuple[str, str], mx.array] = {}
         for name, layer in self.layers.items():
             source = layer.k or layer.v
             if source is None or not self.span(layer)[1]:
                 continue
-            for role in ROLES:
+            for role in self.roles:
                 if layer.role(role) is not None:
                     self._choose(layer, role, candidates.get((name, role)), wanted.get(name), done)
 
     def _kind(self, calibration: Calibration) -> str:
-        """The kind of tables whose design is nearest to the plan's rate."""
+        """The kind of tables that the plan takes: those of its rate, or of `tcz` the nearest design's."""
         kinds = calibration.kinds(self.plan.k.id)
         if not kinds:
             what = f"calibration {calibration.digest[:12]} has no tables for {self.plan.k.id}, but for {', '.join(calibration.file.tables)}"
             raise IncompatibleError(what, hint="calibrate the model again")
+        if isinstance(self.plan.k, CommVqAdditive):
+            kind = kind_of(self.plan.k)
+            if kind not in kinds:
+                rates = ", ".join(one.partition("-")[2] for one in kinds)
+                what = f"calibration {calibration.digest[:12]} has no tables for {self.plan.k.spec()}, but for N of {rates}"
+                raise IncompatibleError(what, hint="take one of these, or calibrate the model again")
+            return kind
         if not isinstance(self.plan.k, Tcz):
             return kinds[0]
         rate = self.plan.k.rate
@@ -229,7 +250,8 @@ class _Binder:
         assert source is not None
         if codec is None:
             reason = self.reasons.get(layer.name, "no tables in the calibration")
-            bits = self.plan.k.bits if isinstance(self.plan.k, Tc) else getattr(self.plan.k, "rate", 1.0)
+            assert isinstance(self.plan.k, Tc | Tcz | CommVqAdditive)
+            bits = self.plan.k.rate if isinstance(self.plan.k, Tcz) else self.plan.k.bits
             free = Rvq.parse(f"rvq-{max(2, math.floor(bits + 0.5))}", role)
             chosen: Codec = free if free is not None and takes_dim(free, source.shape[2]) else Raw()
             self._fall_back(layer, role, chosen, reason)
@@ -292,12 +314,17 @@ def metric_of(tables: Any, role: str) -> np.ndarray:
     if isinstance(tables, TczTables):
         root: np.ndarray = getattr(tables, role).forward.astype(np.float64)
         return root
-    assert isinstance(tables, TcTables)
-    heads, dim = tables.heads, tables.dim
-    root = np.zeros((heads * dim, heads * dim))
-    for h in range(heads):
-        at = slice(h * dim, (h + 1) * dim)
-        root[at, at] = tables.forward()[h] * np.sqrt(tables.k_cost[h]) if role == "k" else np.eye(dim) * np.sqrt(tables.v_cost[h])
+    if isinstance(tables, AdditiveTables):
+        assert role == "k"
+        own = [forward * np.sqrt(cost) for forward, cost in zip(inverse(tables.back), tables.cost, strict=True)]
+    else:
+        assert isinstance(tables, TcTables)
+        keys = zip(tables.forward(), tables.k_cost, strict=True)
+        own = [f * np.sqrt(c) for f, c in keys] if role == "k" else [np.eye(tables.dim) * np.sqrt(c) for c in tables.v_cost]
+    root = np.zeros((tables.heads * tables.dim,) * 2)
+    for h, block in enumerate(own):
+        at = slice(h * tables.dim, (h + 1) * tables.dim)
+        root[at, at] = block
     return root
 
 
