@@ -73,7 +73,12 @@ class Binding:
 
 
 def bind(
-    plan: CodecPlan, layers: Sequence[LayerSource], calibration: Calibration | None, moments: Callable[[], Moments] | None
+    plan: CodecPlan,
+    layers: Sequence[LayerSource],
+    calibration: Calibration | None,
+    moments: Callable[[], Moments] | None,
+    *,
+    compare: bool = True,
 ) -> Binding | None:
     """Codecs for every role of a cache, or None where the plan has no calibrated codec.
 
@@ -82,6 +87,7 @@ def bind(
         layers: the caches, in order; rows are fetched twice or three times.
         calibration: of the model, or None: the tables are then learnt from these rows and carried in the file.
         moments: gives the metrics of a piece of these tokens, for that.
+        compare: whether a role goes to a training-free codec that does better, or that holds what the plan's refuses.
     Raises:
         ValueError: tc or tcz for one role alone, exact rows of another frame, or there is nothing to learn tables from.
         IncompatibleError: the calibration has no tables for the codec.
@@ -98,14 +104,14 @@ def bind(
         bits = max(LEAST_RATE, plan.k.rate)
         binding.notes.append(f"no calibration of this model: {plan.k.spec()} becomes tc-{bits:g} with tables learnt from this cache")
         plan = replace(plan, k=Tc(bits, "k"), v=Tc(bits, "v"))
-    found = _Binder(plan, layers, binding)
+    found = _Binder(plan, layers, binding, compare)
     found.bind(found.learnt(moments) if calibration is None else calibration)
     return binding
 
 
 class _Binder:
-    def __init__(self, plan: CodecPlan, layers: Sequence[LayerSource], binding: Binding) -> None:
-        self.plan, self.binding = plan, binding
+    def __init__(self, plan: CodecPlan, layers: Sequence[LayerSource], binding: Binding, compare: bool) -> None:
+        self.plan, self.binding, self.compare = plan, binding, compare
         self.roles: tuple[RoleName, ...] = ROLES if is_calibrated(plan.v) else ("k",)
         self.layers = {layer.name: layer for layer in layers}
         self.reasons: dict[str, str] = {}
@@ -262,6 +268,8 @@ class _Binder:
         try:
             parts = codec.encode(sample) if given is None else codec.encode(sample, given)
         except ValueError as error:
+            if not self.compare:
+                raise
             # Rows that its steps do not reach: another codec holds them, or refuses them for a reason of its own.
             least = _free(role, shape, None) or Raw()
             self._fall_back(layer, role, least, str(error))
@@ -269,7 +277,9 @@ class _Binder:
             return
         decoded = codec.decode(parts, small, mx.float32) if given is None else codec.decode(parts, small, mx.float32, given)
         size = codec.nbytes(shape, mx.float32) if not codec.eager else sum(p.nbytes for p in parts.values()) * shape[1] / sample.shape[1]
-        self.binding.codecs[layer.name, role] = codec
+        self.binding.codecs[layer.name, role], done[layer.name, role] = codec, decoded
+        if not self.compare:
+            return
         metric = metric_of(tables, role)
         cost, best, where = _cost(sample - decoded, metric), _free(role, shape, size), "at no more bytes"
         if best is None and cost > LOST * _cost(sample - mx.mean(sample, axis=1, keepdims=True), metric):
@@ -280,8 +290,7 @@ class _Binder:
             if theirs < cost:
                 ratio = f"{cost / theirs:.3g} times less costly" if theirs else "without error"
                 self._fall_back(layer, role, best, f"{ratio} on {sample.shape[1]} rows {where}")
-                decoded = other
-        done[layer.name, role] = decoded
+                done[layer.name, role] = other
 
     def _fall_back(self, layer: LayerSource, role: RoleName, codec: Codec, reason: str) -> None:
         self.binding.codecs[layer.name, role] = codec

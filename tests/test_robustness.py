@@ -12,7 +12,7 @@ import pytest
 
 import kvtool
 from kvtool.cli import run
-from kvtool.hostile_rows import CASES, DIM, DIMS, TOKENS, RobustnessReport, RobustnessRow, relative_error
+from kvtool.hostile_rows import CASES, CORRELATED, DIM, DIMS, TOKENS, RobustnessReport, RobustnessRow, relative_error
 from kvtool.roundtrip import Roundtrip
 from veloxquant_mlx.codecs.affine import Affine
 
@@ -27,7 +27,7 @@ def report() -> RobustnessReport:
 
 def test_every_codec_meets_every_case() -> None:
     per = [(r.case, r.tokens, r.head_dim) for r in report().rows if r.codec == "rvq-4"]
-    assert len(set(per)) == len(per) == len(CASES) * len(TOKENS) + len(DIMS) and len(report().rows) == len(per) * len(CODECS)
+    assert len(set(per)) == len(per) == len(CASES) * len(TOKENS) + 2 * len(DIMS) and len(report().rows) == len(per) * len(CODECS)
     assert {d for _, _, d in per} == {64, 80, 96, 128, 256} and {n for _, n, _ in per} == {1, 16, 300}
 
 
@@ -49,6 +49,36 @@ def test_our_codecs_hold_or_refuse(codec: str) -> None:
         assert r.finite and not r.refused and not r.note and r.bits is not None and r.bits > 0
         for error in (r.k_error, r.v_error):
             assert error is not None and (error == 0.0 if r.case == "zeros" else error < 0.5), r
+
+
+@functools.cache
+def calibrated() -> RobustnessReport:
+    return kvtool.robustness(["tc-2", "tcz-1"])
+
+
+@pytest.mark.parametrize("codec", ["tc-2", "tcz-1"])
+def test_calibrated_codecs_hold_refuse_or_fall_back(codec: str) -> None:
+    """Rows of the calibration's law are coded well and stay; of all others a file keeps the size."""
+    for r in calibrated().rows:
+        if r.codec != codec:
+            continue
+        if r.case == "one NaN":
+            assert r.refused and "NaN" in r.note and r.k_error is r.finite is r.file is r.file_k_error is None
+            continue
+        assert r.file is not None and (r.refused or (r.finite and r.bits)), r
+        if r.case == CORRELATED and r.tokens == 300:
+            assert codec.partition("-")[0] in r.file.partition(",")[0] and "falls back" not in r.note, r
+            assert r.k_error == r.file_k_error and r.v_error == r.file_v_error and max(r.k_error or 1, r.v_error or 1) < 0.15, r
+            continue
+        for error in (r.file_k_error, r.file_v_error):
+            # Noise that tables do not fit may come back as other noise, but tiny rows not as large ones.
+            assert error is not None and error < {"zeros": 1e-9, "x 1e-30, bfloat16": 1.0}.get(r.case, 6.0), r
+    wide = next(r for r in calibrated().rows if (r.codec, r.case, r.tokens) == (codec, "x 1e30, bfloat16", 300))
+    assert wide.refused == (codec == "tcz-1") and wide.file is not None and wide.file.startswith("k=rvq") and "falls back" in wide.note
+
+
+def test_only_calibrated_codecs_fall_back() -> None:
+    assert all(r.file is r.file_k_error is r.file_v_error is None for r in report().rows)
 
 
 def test_what_others_lose() -> None:
