@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvtool.probe import RoleProbe
-from kvtool.roundtrip import Roundtrip, parse_roundtrip
+from kvtool.roundtrip import Roundtrip, parse_roundtrip, without_exact_rows
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 HEADS, DIM, TOKENS, DIMS, BASE = 2, 64, (1, 16, 300), (80, 96, 128, 256), 10000.0
@@ -59,7 +59,7 @@ class RobustnessRow:
     """One codec on the rows of one case.
 
     Attributes:
-        codec: spec; case: of CASES.
+        codec: spec, without exact rows; case: of CASES.
         tokens, head_dim: of the rows; there are two heads of keys and of values.
         k_error, v_error: relative squared; None where there is none (refused, or the result is not finite), 0 of zeros kept as zeros.
         finite: whether all decoded values are; None where refused.
@@ -105,12 +105,12 @@ def robustness(codecs: Sequence[str], *, progress: Callable[[int, int], None] | 
     """Put codecs through every case.
 
     Args:
-        codecs: specs as in `kvtool.sweep`; exact rows (sink=, recent=) are coded like all others.
+        codecs: specs as in `kvtool.sweep`; every row is coded, whatever sink= and recent= say.
         progress: called with (rows done, rows in all).
     Raises:
         ValueError: an unknown codec, one twice, or none.
     """
-    specs = [parse_roundtrip(codec).spec for codec in codecs]
+    specs = [without_exact_rows(parse_roundtrip(codec).spec) for codec in codecs]
     twice = next((s for i, s in enumerate(specs) if s in specs[:i]), None)
     if twice is not None or not specs:
         raise ValueError(f"[robustness] codec {twice} is given twice." if twice else "[robustness] give at least one codec.")
