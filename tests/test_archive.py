@@ -405,7 +405,7 @@ def test_both_frames_decode_to_the_same_keys(dtype: str, tmp_path: Path) -> None
     k = normal(2, 50, 16).astype({"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}[dtype])
     back = {}
     for frame in ("pre", "post"):
-        kvtool.save(synthetic(k, k, ROPE, start=0), tmp_path / "a.kv", codec="rvq-4+4", frame=frame)
+        kvtool.save(synthetic(k, k, ROPE, start=0), tmp_path / "a.kv", codec="rvq-4+4,sink=0,recent=0", frame=frame)
         with kvtool.open(tmp_path / "a.kv") as archive:
             assert [r.segments[0].frame for r in roles(archive.manifest.layers)] == [frame, "post"]
             back[frame] = archive.state(0).k
@@ -419,7 +419,8 @@ def test_many_blocks_are_one_array(frame: str, tmp_path: Path) -> None:
     # 256 values a token: four blocks of tokens, whose keys grow, so that one block's error cannot stand for another's.
     k = normal(8, 3500, 32) * mx.arange(1, 3501)[None, :, None] / 1000
     assert k.size > 3 * BLOCK_VALUES
-    report = kvtool.save(synthetic(k, k, RopeSpec("default", 32, base=10000.0)), tmp_path / "a.kv", codec="rvq-4+4", frame=frame)
+    snapshot = synthetic(k, k, RopeSpec("default", 32, base=10000.0))
+    report = kvtool.save(snapshot, tmp_path / "a.kv", codec="rvq-4+4,sink=0,recent=0", frame=frame)
     with kvtool.open(tmp_path / "a.kv") as archive:
         back = archive.state(0).k
     error = ((f64(k) - f64(back)) ** 2).sum() / (f64(k) ** 2).sum()
@@ -441,7 +442,9 @@ def test_a_frame_that_cannot_be_is_said(tmp_path: Path) -> None:
 def test_a_key_near_the_end_of_float16_does_not_become_infinite(tmp_path: Path) -> None:
     k = mx.clip(normal(1, 40, 16) * 40000, -65504, 65504).astype(mx.float16)
     for frame in ("pre", "post"):
-        kvtool.save(synthetic(k, normal(1, 40, 16).astype(mx.float16), ROPE), tmp_path / "a.kv", codec="rabitq", frame=frame)
+        kvtool.save(
+            synthetic(k, normal(1, 40, 16).astype(mx.float16), ROPE), tmp_path / "a.kv", codec="rabitq,sink=0,recent=0", frame=frame
+        )
         with kvtool.open(tmp_path / "a.kv") as archive:
             assert mx.all(mx.isfinite(archive.state(0).k)).item()
 

@@ -218,7 +218,7 @@ def test_case_31_the_codec_and_its_error_are_never_silent(tmp_path: Path, capsys
     assert reports["raw", "export"]["codec"] == "raw" and reports["raw", "export"]["quality"] is None
     assert all(not reports["raw", c]["quality"] for c in ("inspect", "import", "eval"))
     error = reports["rvq-3", "export"]["quality"]
-    assert error["codec"] == "rvq-3" and 0.001 < error["v_relative_error"] < 0.1
+    assert error["codec"] == "rvq-3,sink=4,recent=32" and 0.001 < error["v_relative_error"] < 0.1
     assert all(reports["rvq-3", c]["quality"] == [error] for c in ("inspect", "import", "eval"))
     assert cli(["import", str(names["rvq-3"]), "--model", "tiny-a", "--max-tokens", "2"]) == 0
     assert "rvq-3" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_the_smallest_rate_below_the_limit(
     monkeypatch.setattr(TextArms, "arm", curve)
     found = smallest_rate(tiny_a, snapshot, limit, family=family, plan=PLAN, calibration=Calibration.__new__(Calibration))
     want = next(rate for rate in LADDERS[family] if 4 ** (1 - float(rate)) <= limit)
-    assert found.plan.spec() == f"{family}-{want},sink=4,recent=16" and found.kl == 4 ** (1 - float(want)) <= limit
+    assert found.plan.full_spec() == f"{family}-{want},sink=4,recent=16" and found.kl == 4 ** (1 - float(want)) <= limit
     assert len(found.tried) <= 1 + len(LADDERS[family]).bit_length()
     with pytest.raises(QualityError, match="highest rate"):
         smallest_rate(tiny_a, snapshot, 4.0**-9, family=family, plan=PLAN, calibration=Calibration.__new__(Calibration))
