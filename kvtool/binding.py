@@ -2,7 +2,8 @@
 
 Bits go to where they save most over all layers, so that all layers are bound before the first is encoded. Then each role is coded on a
 sample of its rows, and where the best training-free codec at no more bytes costs less, that one is taken: a calibration that does not fit
-what the cache holds can make it no worse than those. What an error costs is the tables' metric, e -> |e M|^2 in nats (twice over); where
+what the cache holds can make it no worse than those. At rates below any of them, rows that would be lost take more bytes; rows that the
+codec refuses go to the smallest of them. What an error costs is the tables' metric, e -> |e M|^2 in nats (twice over); where
 that is zero, it is the squared error.
 """
 
@@ -15,16 +16,18 @@ import mlx.core as mx
 import numpy as np
 
 from formats.errors import IncompatibleError
-from kvtool.calibrations import Calibration, is_calibrated
+from kvtool.calibrations import Calibration, is_calibrated, kind_of
 from kvtool.encoding import Positions, RoleSource, source_of, sources_of, split_rows, stripped, takes_dim
 from kvtool.model import LoadedModel
 from kvtool.moments import LEAST_TOKENS, Moments, collect
 from kvtool.probe import CacheProbe
 from kvtool.states import CacheState
+from veloxquant_mlx.allocators.additive import AdditiveTables, build_shared, inverse
 from veloxquant_mlx.allocators.predictors import TczTables, step_for
 from veloxquant_mlx.allocators.transforms import LEAST_RATE, LayerRows, TcTables, build_tc, widths_for
 from veloxquant_mlx.codecs import Codec, CodecPlan
 from veloxquant_mlx.codecs._base import RoleName
+from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.codecs.tc import Tc
@@ -36,6 +39,7 @@ OWN_TOKENS = 1024  # of them that metrics are taken from
 ROLES: tuple[RoleName, ...] = ("k", "v")
 STEP_ROWS = 1024  # that the step of a rate is found on
 FREE_BITS = range(1, 7)  # of the rvq-N that are compared with
+LOST = 2.0  # times the cost of their mean alone: rows that cost more than that are lost, and worth more bytes
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,14 @@ def bind(
         calibration: of the model, or None: the tables are then learnt from these rows and carried in the file.
         moments: gives the metrics of a piece of these tokens, for that.
     Raises:
-        ValueError: one role alone is calibrated, exact rows of another frame, or there is nothing to learn tables from.
+        ValueError: tc or tcz for one role alone, exact rows of another frame, or there is nothing to learn tables from.
         IncompatibleError: the calibration has no tables for the codec.
     """
     if not is_calibrated(plan.k) and not is_calibrated(plan.v):
         return None
-    if type(plan.k) is not type(plan.v) or plan.k.spec() != plan.v.spec():
-        raise ValueError(f"[save] {plan.spec()}: a calibrated codec shares its bits among keys and values, so it is one for both.")
+    keys_alone = isinstance(plan.k, CommVqAdditive) and not is_calibrated(plan.v)
+    if not keys_alone and (type(plan.k) is not type(plan.v) or plan.k.spec() != plan.v.spec()):
+        raise ValueError(f"[save] {plan.spec()}: tc and tcz share their bits among keys and values, so that each is one for both.")
     if plan.frame == "post":
         raise ValueError(f"[save] {plan.spec()}: a calibrated codec takes keys before RoPE; leave frame out.")
     binding = Binding()
@@ -101,6 +106,7 @@ def bind(
 class _Binder:
     def __init__(self, plan: CodecPlan, layers: Sequence[LayerSource], binding: Binding) -> None:
         self.plan, self.binding = plan, binding
+        self.roles: tuple[RoleName, ...] = ROLES if is_calibrated(plan.v) else ("k",)
         self.layers = {layer.name: layer for layer in layers}
         self.reasons: dict[str, str] = {}
         for layer in layers:
@@ -129,7 +135,7 @@ class _Binder:
         at = Positions(layer.positions).of(0, source.shape[1])[picked]
         return stripped(rows, at, source.rope)
 
-    def learnt(self, moments: Callable[[], Moments] | None) -> Mapping[str, TcTables]:
+    def learnt(self, moments: Callable[[], Moments] | None) -> Mapping[str, TcTables] | Mapping[str, AdditiveTables]:
         """Tables from the rows themselves, and the metrics of a piece of their tokens."""
         if moments is None:
             raise ValueError(
@@ -139,19 +145,26 @@ class _Binder:
         if any(name not in self.reasons and self.span(layer)[1] for name, layer in self.layers.items()):
             metrics = moments()
             self.reasons |= {name: why for name, why in metrics.skipped.items() if name in self.layers and name not in self.reasons}
-        tables = {}
+        tables, rows = {}, {}
         for name, layer in self.layers.items():
             if name in self.reasons or not self.span(layer)[1]:
                 continue
             about = metrics.layers[name]
             k, v = (_tokens_first(self.rows(layer, role, OWN_ROWS)) for role in ROLES)
+            rows[name] = LayerRows(k, v, about.fisher_k, about.fisher_v, about.gradients)
+            if isinstance(self.plan.k, CommVqAdditive):
+                continue
             try:
-                tables[name] = build_tc(LayerRows(k, v, about.fisher_k, about.fisher_v, about.gradients))
+                tables[name] = build_tc(rows.pop(name))
             except ValueError as error:
                 self.reasons[name] = str(error)
-        return tables
+        if not isinstance(self.plan.k, CommVqAdditive):
+            return tables
+        words = build_shared(rows, self.plan.k.bits)
+        self.reasons |= {name: f"heads of {own.k.shape[2]} at this rate" for name, own in rows.items() if name not in words}
+        return words
 
-    def bind(self, tables: "Calibration | Mapping[str, TcTables]") -> None:
+    def bind(self, tables: "Calibration | Mapping[str, TcTables] | Mapping[str, AdditiveTables]") -> None:
         if isinstance(tables, Calibration):
             kind = self._kind(tables)
             self.binding.calibration = None if getattr(self.plan.k, "carry", False) else tables.digest
@@ -169,23 +182,33 @@ class _Binder:
         if isinstance(self.plan.k, Tcz):
             assert isinstance(tables, Calibration)
             candidates = self._tcz(tables.digest, wanted, tables.layers(kind))
+        elif isinstance(self.plan.k, CommVqAdditive):
+            words = self.plan.k
+            candidates = {(name, "k"): words.bind(own, name, self.binding.calibration) for name, own in wanted.items()}
         else:
-            candidates = self._tc(None if self.binding.calibration is None else self.binding.calibration, wanted)
+            candidates = self._tc(self.binding.calibration, wanted)
         done: dict[tuple[str, str], mx.array] = {}
         for name, layer in self.layers.items():
             source = layer.k or layer.v
             if source is None or not self.span(layer)[1]:
                 continue
-            for role in ROLES:
+            for role in self.roles:
                 if layer.role(role) is not None:
                     self._choose(layer, role, candidates.get((name, role)), wanted.get(name), done)
 
     def _kind(self, calibration: Calibration) -> str:
-        """The kind of tables whose design is nearest to the plan's rate."""
+        """The kind of tables that the plan takes: those of its rate, or of `tcz` the nearest design's."""
         kinds = calibration.kinds(self.plan.k.id)
         if not kinds:
             what = f"calibration {calibration.digest[:12]} has no tables for {self.plan.k.id}, but for {', '.join(calibration.file.tables)}"
             raise IncompatibleError(what, hint="calibrate the model again")
+        if isinstance(self.plan.k, CommVqAdditive):
+            kind = kind_of(self.plan.k)
+            if kind not in kinds:
+                rates = ", ".join(one.partition("-")[2] for one in kinds)
+                what = f"calibration {calibration.digest[:12]} has no tables for {self.plan.k.spec()}, but for N of {rates}"
+                raise IncompatibleError(what, hint="take one of these, or calibrate the model again")
+            return kind
         if not isinstance(self.plan.k, Tcz):
             return kinds[0]
         rate = self.plan.k.rate
@@ -213,6 +236,8 @@ class _Binder:
             return {}
         rows = [tuple(_tokens_first(self.rows(self.layers[name], role, STEP_ROWS)) for role in ROLES) for name in linked]
         step = step_for(self.plan.k.rate, list(linked.values()), [(k, v) for k, v in rows])
+        # All the digits of a small step are more than a manifest takes in a row.
+        step = float(f"{step:.6g}")
         return {
             (name, role): self.plan.k.bind(role, own, step, name, before[name] if own.chained else None, digest)
             for name, own in linked.items()
@@ -225,26 +250,36 @@ class _Binder:
         assert source is not None
         if codec is None:
             reason = self.reasons.get(layer.name, "no tables in the calibration")
-            bits = self.plan.k.bits if isinstance(self.plan.k, Tc) else getattr(self.plan.k, "rate", 1.0)
+            assert isinstance(self.plan.k, Tc | Tcz | CommVqAdditive)
+            bits = self.plan.k.rate if isinstance(self.plan.k, Tcz) else self.plan.k.bits
             free = Rvq.parse(f"rvq-{max(2, math.floor(bits + 0.5))}", role)
             chosen: Codec = free if free is not None and takes_dim(free, source.shape[2]) else Raw()
             self._fall_back(layer, role, chosen, reason)
             return
         shape, sample = (source.shape[0], stop - start, source.shape[2]), self.rows(layer, role, SAMPLE)
         given = {need: done[at] for need, at in sources_of(layer.name, codec).items()} or None
-        parts = codec.encode(sample) if given is None else codec.encode(sample, given)
         small = (shape[0], sample.shape[1], shape[2])
+        try:
+            parts = codec.encode(sample) if given is None else codec.encode(sample, given)
+        except ValueError as error:
+            # Rows that its steps do not reach: another codec holds them, or refuses them for a reason of its own.
+            least = _free(role, shape, None) or Raw()
+            self._fall_back(layer, role, least, str(error))
+            done[layer.name, role] = least.decode(least.encode(sample), small, mx.float32)
+            return
         decoded = codec.decode(parts, small, mx.float32) if given is None else codec.decode(parts, small, mx.float32, given)
         size = codec.nbytes(shape, mx.float32) if not codec.eager else sum(p.nbytes for p in parts.values()) * shape[1] / sample.shape[1]
         self.binding.codecs[layer.name, role] = codec
         metric = metric_of(tables, role)
-        cost, best = _cost(sample - decoded, metric), _free(role, shape, size)
+        cost, best, where = _cost(sample - decoded, metric), _free(role, shape, size), "at no more bytes"
+        if best is None and cost > LOST * _cost(sample - mx.mean(sample, axis=1, keepdims=True), metric):
+            best, where = _free(role, shape, None), "at more bytes"
         if best is not None:
             other = best.decode(best.encode(sample), small, mx.float32)
             theirs = _cost(sample - other, metric)
             if theirs < cost:
                 ratio = f"{cost / theirs:.3g} times less costly" if theirs else "without error"
-                self._fall_back(layer, role, best, f"{ratio} on {sample.shape[1]} rows at no more bytes")
+                self._fall_back(layer, role, best, f"{ratio} on {sample.shape[1]} rows {where}")
                 decoded = other
         done[layer.name, role] = decoded
 
@@ -253,11 +288,11 @@ class _Binder:
         self.binding.fallbacks.append(f"{layer.name}.{role}: {codec.spec(role)}, {reason}")
 
 
-def _free(role: RoleName, shape: tuple[int, int, int], size: float) -> Codec | None:
-    """The training-free codec of the most bits that takes no more than `size` bytes, or None."""
-    for bits in reversed(FREE_BITS):
+def _free(role: RoleName, shape: tuple[int, int, int], size: float | None) -> Codec | None:
+    """The training-free codec of the most bits that takes no more than `size` bytes (None: that of the fewest bits), or None."""
+    for bits in FREE_BITS if size is None else reversed(FREE_BITS):
         codec = Rvq.parse(f"rvq-{bits}", role)
-        if codec is not None and takes_dim(codec, shape[2]) and codec.nbytes(shape, mx.float32) <= size:
+        if codec is not None and takes_dim(codec, shape[2]) and (size is None or codec.nbytes(shape, mx.float32) <= size):
             return codec
     return None
 
@@ -279,18 +314,25 @@ def metric_of(tables: Any, role: str) -> np.ndarray:
     if isinstance(tables, TczTables):
         root: np.ndarray = getattr(tables, role).forward.astype(np.float64)
         return root
-    assert isinstance(tables, TcTables)
-    heads, dim = tables.heads, tables.dim
-    root = np.zeros((heads * dim, heads * dim))
-    for h in range(heads):
-        at = slice(h * dim, (h + 1) * dim)
-        root[at, at] = tables.forward()[h] * np.sqrt(tables.k_cost[h]) if role == "k" else np.eye(dim) * np.sqrt(tables.v_cost[h])
+    if isinstance(tables, AdditiveTables):
+        assert role == "k"
+        own = [forward * np.sqrt(cost) for forward, cost in zip(inverse(tables.back), tables.cost, strict=True)]
+    else:
+        assert isinstance(tables, TcTables)
+        keys = zip(tables.forward(), tables.k_cost, strict=True)
+        own = [f * np.sqrt(c) for f, c in keys] if role == "k" else [np.eye(tables.dim) * np.sqrt(c) for c in tables.v_cost]
+    root = np.zeros((tables.heads * tables.dim,) * 2)
+    for h, block in enumerate(own):
+        at = slice(h * tables.dim, (h + 1) * tables.dim)
+        root[at, at] = block
     return root
 
 
 def _cost(error: mx.array, metric: np.ndarray) -> float:
-    """Mean cost of errors (H, N, D) of rows."""
+    """Mean cost of errors (H, N, D) of rows; infinite where an error is not finite."""
     flat = np.array(error).astype(np.float64).swapaxes(0, 1).reshape(error.shape[1], -1)
+    if not np.isfinite(flat).all():
+        return math.inf
     weighted = flat @ metric if metric.any() else flat
     return float(np.square(weighted).sum(axis=1).mean())
 

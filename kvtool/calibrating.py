@@ -14,11 +14,13 @@ from kvtool.archive import producer
 from kvtool.calibrations import Calibration
 from kvtool.model import LoadedModel
 from kvtool.moments import Moments, collect
+from veloxquant_mlx.allocators.additive import build_shared, spectra
 from veloxquant_mlx.allocators.predictors import build_tcz
 from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc
+from veloxquant_mlx.codecs import commvq_additive
 
 RATES = (0.75, 1.25, 2.0)  # designs of tcz
-TOKENS_A_TABLE = 12  # building one kind of tables takes as long as this part of the passes, about
+PASSES = {"tc": 40, "tcz": 12, "additive": 24}  # times as long as building a kind of tables of that codec the passes take, about
 
 
 def calibrate(
@@ -27,24 +29,43 @@ def calibrate(
     *,
     length: int = 1024,
     rates: Sequence[float] = RATES,
+    additive: Sequence[float] = commvq_additive.RATES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """Tables of `tc`, and of `tcz` for a few rates, of every layer that can be calibrated.
+    """Tables of `tc`, and of `tcz` and `commvq-N:additive` for a few rates, of every layer that can be calibrated.
 
     Args:
         model: the model; left as it was.
         texts: name -> text or token ids; None for the shipped corpus.
         length: tokens of a pass; longer texts are run in pieces.
         rates: bits a value that the tables of `tcz` are designed for; the codec takes the nearest.
-        progress: called with (done, total), in units of tokens run; a design takes as long as so many.
+        additive: each N of `commvq-N:additive` that there are to be tables for.
+        progress: called with (done, total), in units of tokens run; a kind of tables takes as long as so many.
     Returns:
         Calibration: not written anywhere; `path` is None.
     Raises:
         ValueError: no text, a text of less than 64 tokens, or arguments out of range.
         IncompatibleError: the model has no layer that can be calibrated, or no backward pass.
     """
-    share = _Progress(progress, len(rates))
+    share = _Progress(progress, ["tc", *["tcz"] * len(rates), *["additive"] * len(additive)])
     moments = collect(model, texts, length=length, progress=share.collected)
+    return tables_of(moments, rates, additive, share.built)
+
+
+def tables_of(
+    moments: Moments,
+    rates: Sequence[float] = RATES,
+    additive: Sequence[float] = commvq_additive.RATES,
+    built: Callable[[str], None] | None = None,
+) -> Calibration:
+    """The calibration that rows and metrics give; what `calibrate` does once the texts were run.
+
+    Args:
+        rates, additive: as in `calibrate`.
+        built: called with the codec's id as each kind of tables is done.
+    Raises:
+        IncompatibleError: no layer can be calibrated.
+    """
     skipped = dict(moments.skipped)
     rows: dict[str, LayerRows] = {}
     tc: dict[str, TcTables] = {}
@@ -57,13 +78,19 @@ def calibrate(
             rows[name] = layer
     if not tc:
         reasons = "; ".join(f"layer {name}: {why}" for name, why in skipped.items())
-        raise IncompatibleError(f"{model.info.name} has no layer that can be calibrated: {reasons}", hint="use rvq-4 or another codec")
-    share.built()
+        raise IncompatibleError(f"{moments.model.name} has no layer that can be calibrated: {reasons}", hint="use rvq-4 or another codec")
     tables = {"tc": {name: own.to_arrays() for name, own in tc.items()}}
+    _tell(built, "tc")
     for rate in rates:
-        built = build_tcz(list(rows.values()), rate)
-        tables[f"tcz-{rate:g}"] = {name: own.to_arrays() for name, own in zip(rows, built, strict=True)}
-        share.built()
+        chained = build_tcz(list(rows.values()), rate)
+        tables[f"tcz-{rate:g}"] = {name: own.to_arrays() for name, own in zip(rows, chained, strict=True)}
+        _tell(built, "tcz")
+    costs = spectra(rows) if additive else {}
+    for bits in additive:
+        words = build_shared(rows, bits, costs)
+        if words:
+            tables[f"additive-{bits:g}"] = {name: own.to_arrays() for name, own in words.items()}
+        _tell(built, "additive")
     file = CalibrationFile(
         model=moments.model,
         texts=moments.texts,
@@ -74,6 +101,11 @@ def calibrate(
         producer=producer(),
     )
     return Calibration(file, digest_of(to_bytes(file)))
+
+
+def _tell(built: Callable[[str], None] | None, codec: str) -> None:
+    if built is not None:
+        built(codec)
 
 
 def _options(moments: Moments, rows: Mapping[str, LayerRows]) -> dict[str, int | str]:
@@ -87,18 +119,18 @@ def _options(moments: Moments, rows: Mapping[str, LayerRows]) -> dict[str, int |
 class _Progress:
     """Progress over the texts and the tables after them."""
 
-    def __init__(self, report: Callable[[int, int], None] | None, designs: int) -> None:
-        self.report, self.stages = report, 1 + designs
+    def __init__(self, report: Callable[[int, int], None] | None, kinds: Sequence[str]) -> None:
+        self.report, self.kinds = report, kinds
         self.done = self.tokens = 0
 
     def collected(self, done: int, tokens: int) -> None:
         self.done, self.tokens = done, tokens
         self._tell()
 
-    def built(self) -> None:
-        self.done += self.tokens // TOKENS_A_TABLE
+    def built(self, codec: str) -> None:
+        self.done += self.tokens // PASSES[codec]
         self._tell()
 
     def _tell(self) -> None:
         if self.report is not None:
-            self.report(self.done, self.tokens + self.stages * (self.tokens // TOKENS_A_TABLE))
+            self.report(self.done, self.tokens + sum(self.tokens // PASSES[codec] for codec in self.kinds))

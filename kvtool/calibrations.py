@@ -12,6 +12,7 @@ from formats.calibration import CalibrationFile, read_calibration
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import ModelInfo
 from kvtool import calibration_store as store
+from veloxquant_mlx.allocators.additive import AdditiveTables
 from veloxquant_mlx.allocators.predictors import TczTables
 from veloxquant_mlx.allocators.transforms import TcTables
 from veloxquant_mlx.codecs import Codec
@@ -30,7 +31,7 @@ class Tables(Protocol):
 
 
 # id of a calibrated codec -> the class of its tables. A kind is the id, or with several designs the id, a hyphen and the design's rate.
-KINDS: dict[str, type[Any]] = {"tc": TcTables, "tcz": TczTables}
+KINDS: dict[str, type[Any]] = {"tc": TcTables, "tcz": TczTables, "additive": AdditiveTables}
 
 
 def is_calibrated(codec: Codec) -> bool:
@@ -68,7 +69,7 @@ class Calibration:
             IncompatibleError: it has none.
             ManifestError: arrays that are no tables.
         """
-        if layer not in self.file.tables.get(kind, {}):
+        if kind.partition("-")[0] not in KINDS or layer not in self.file.tables.get(kind, {}):
             what = f"calibration {self.digest[:12]} of {self.model.name} has no {kind} tables of layer {layer}"
             raise IncompatibleError(what, hint="calibrate the model again")
         if (kind, layer) not in self._made:

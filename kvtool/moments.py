@@ -125,6 +125,55 @@ def collect(
     return Moments(model.info, layers, order, done, digests, length, sink, recent)
 
 
+def joined(parts: Sequence[Moments]) -> Moments:
+    """Statistics of several runs as if of one: rows one after another, metrics averaged over all rows that were counted.
+
+    Args:
+        parts: of one model and the same `sink`, `recent` and `length`, with texts of different names; `skipped` is the first's.
+    Raises:
+        ValueError: none, or parts that differ.
+    """
+    if not parts:
+        raise ValueError("[joined] parts must hold at least one, but got none.")
+    first = parts[0]
+    for n, part in enumerate(parts[1:], 1):
+        for name, own, theirs in (
+            ("model.weights", first.model.weights, part.model.weights),
+            ("sink, recent and length", (first.sink, first.recent, first.length), (part.sink, part.recent, part.length)),
+            ("layers", list(first.layers), list(part.layers)),
+        ):
+            if own != theirs:
+                raise ValueError(f"[joined] {name} must be the same in all parts, but got {own} and, in part {n}, {theirs}.")
+    names = [name for part in parts for name in part.texts]
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise ValueError(f"[joined] texts of the parts must have different names, but {twice!r} stands twice.")
+    texts = {name: digest for part in parts for name, digest in part.texts.items()}
+    layers = {name: _joined_rows([part.layers[name] for part in parts], [_counted(part) for part in parts]) for name in first.layers}
+    return replace(first, layers=layers, tokens=sum(part.tokens for part in parts), texts=texts)
+
+
+def _counted(part: Moments) -> int:
+    """Rows that the metrics are means over: all but the sinks of each piece. A gradient is missing for each sink and newest row."""
+    gradients = next((layer.gradients for layer in part.layers.values()), None)
+    assert gradients is not None or not part.layers
+    return part.tokens - part.sink * (part.tokens - (gradients or 0)) // (part.sink + part.recent)
+
+
+def _joined_rows(layers: Sequence[LayerRows], counts: Sequence[int]) -> LayerRows:
+    def mean(metrics: Sequence[np.ndarray]) -> np.ndarray:
+        total: np.ndarray = sum((n * metric for n, metric in zip(counts[1:], metrics[1:], strict=True)), counts[0] * metrics[0])
+        return total / sum(counts)
+
+    return LayerRows(
+        np.concatenate([layer.k for layer in layers]),
+        np.concatenate([layer.v for layer in layers]),
+        mean([layer.fisher_k for layer in layers]),
+        mean([layer.fisher_v for layer in layers]),
+        sum(layer.gradients or 0 for layer in layers),
+    )
+
+
 def _pieces(
     model: LoadedModel, texts: Mapping[str, str | Sequence[int]] | None, length: int, least: int
 ) -> tuple[list[list[int]], dict[str, str]]:

@@ -17,6 +17,7 @@ from kvtool.calibrations import is_calibrated
 from kvtool.encoding import FLOAT16_MAX, sources_of, takes_dim, unrotated
 from kvtool.probe import RoleProbe
 from veloxquant_mlx.codecs import RECENT, SINK, Codec, CodecPlan, parse_codec
+from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.transfer.rope import rotate
@@ -126,7 +127,7 @@ class Roundtrip:
             return affine(x, self.mlx_bits, group)
         codec: Codec = self.plan.k if role == "k" else self.plan.v
         if self.binding is not None:
-            codec = self.binding.codecs[name, role]
+            codec = self.binding.codecs.get((name, role), codec)
         elif is_calibrated(codec):
             raise ValueError(f"[codec] {codec.spec()} needs a calibration: it is bound to the layers of a model first.")
         if isinstance(codec, Raw):
@@ -157,15 +158,15 @@ class Roundtrip:
             out = rotate(out, positions, unrotated(rope), rope)
         if x.dtype == mx.float16:
             out = mx.clip(out, -FLOAT16_MAX, FLOAT16_MAX)
-        return out.astype(x.dtype), self._size(name, role, codec, parts)
+        return out.astype(x.dtype), self._size(name, role, codec, parts, x.shape)
 
-    def _size(self, name: str, role: str, codec: Codec, parts: dict[str, mx.array]) -> int:
+    def _size(self, name: str, role: str, codec: Codec, parts: dict[str, mx.array], shape: tuple[int, ...]) -> int:
         """Bytes of encoded parts; tables that are carried count once, not with every block of rows."""
         size = sum(part.nbytes for part in parts.values())
-        if isinstance(codec, Tc) and codec.carry:
+        if isinstance(codec, Tc | CommVqAdditive) and codec.carry:
             if (name, role) in self._tables:
-                heads, dim = len(codec.keys or ()), len((codec.keys or ("",))[0])
-                size -= sum(sign * own.nbytes((heads, 0, dim), mx.float32) for sign, own in ((1, codec), (-1, replace(codec, carry=False))))
+                none = (shape[0], 0, shape[2])
+                size -= codec.nbytes(none, mx.float32) - replace(codec, carry=False).nbytes(none, mx.float32)
             self._tables.add((name, role))
         return size
 

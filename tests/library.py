@@ -133,9 +133,9 @@ def digests(path: Path) -> dict[str, str]:
         return {name: info.blake3 for name, info in reader.tensors.items()}
 
 
-def calibration_of(model: LoadedModel, tokens: Sequence[int], step: float = 0.02) -> CalibrationFile:
+def calibration_of(model: LoadedModel, tokens: Sequence[int], step: float = 0.02, recent: int = 32) -> CalibrationFile:
     """A calibration of a model from one text: tables for `tc`, and for `tcz` at one design step, without the search for a rate's."""
-    moments = collect(model, {"text": list(tokens)}, length=len(tokens))
+    moments = collect(model, {"text": list(tokens)}, length=len(tokens), recent=recent)
     chained = build_at(list(moments.layers.values()), step, 1.0)[0]
     tables = {
         "tc": {name: build_tc(rows).to_arrays() for name, rows in moments.layers.items()},

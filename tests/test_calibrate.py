@@ -11,18 +11,21 @@ import pytest
 
 from formats.calibration import digest_of, read_calibration, to_bytes
 from formats.errors import IncompatibleError
+from formats.manifest import ModelInfo
 from kvtool import calibrating
-from kvtool.calibrating import RATES, calibrate
+from kvtool.calibrating import calibrate, tables_of
 from kvtool.calibrations import Calibration
 from kvtool.cli import run
 from kvtool.model import LoadedModel
-from kvtool.moments import collect
+from kvtool.moments import Moments, collect
 from tests.library import ids, tiny
 from tests.texts import text
-from veloxquant_mlx.allocators.predictors import measure
+from veloxquant_mlx.allocators.additive import build_additive, spectrum
+from veloxquant_mlx.allocators.predictors import build_at, build_tcz, measure
 from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc
 
 TOKENS = 160
+KINDS = ("tc", "tcz-0.75", "tcz-1.25", "tcz-2", "additive-1", "additive-1.5", "additive-2", "additive-3")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +41,7 @@ def prose(tiny_a: LoadedModel) -> list[int]:
 
 @pytest.fixture(scope="module")
 def calibration(tiny_a: LoadedModel, prose: list[int]) -> Calibration:
-    return calibrate(tiny_a, {"prose": prose}, rates=(1.0, 2.0))
+    return calibrate(tiny_a, {"prose": prose}, rates=(1.0, 2.0), additive=(1.0, 2.0))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,8 @@ def source(tiny_a: LoadedModel, prose: list[int], tmp_path_factory: pytest.TempP
 
 def test_tables_of_every_layer_and_kind(calibration: Calibration, tiny_a: LoadedModel) -> None:
     file = calibration.file
-    assert list(file.tables) == ["tc", "tcz-1", "tcz-2"] and all(calibration.layers(kind) == tuple("0123") for kind in file.tables)
+    kinds = ["tc", "tcz-1", "tcz-2", "additive-1", "additive-2"]
+    assert list(file.tables) == kinds and all(calibration.layers(kind) == tuple("0123") for kind in file.tables)
     assert file.model == tiny_a.info and file.tokens == TOKENS and not file.skipped and list(file.texts) == ["prose"]
     about = {"metric": "fisher", "rows": TOKENS - 4, "gradients": TOKENS - 36, "length": 1024, "sink": 4, "recent": 32}
     assert file.options == dict.fromkeys(file.tables, about)
@@ -77,18 +81,39 @@ def test_tables_are_of_the_models_rows(calibration: Calibration, tiny_a: LoadedM
         assert measure(tables, pairs, tables[0].step) == pytest.approx(rate, rel=0.06)
 
 
+def test_stages_are_shared_over_layers(calibration: Calibration, tiny_a: LoadedModel, prose: list[int]) -> None:
+    """A byte for each stage: bits D / 8 a head on average, and more where keys cost more; words are of this layer's rows."""
+    rows = collect(tiny_a, {"prose": prose}).layers
+    for bits in (1.0, 2.0):
+        stages = [count for name in rows for count in calibration.tables(f"additive-{bits:g}", name).stages]
+        assert sum(stages) == bits * 64 / 8 * len(stages) and len(set(stages)) > 1
+    for name, layer in rows.items():
+        np.testing.assert_allclose(calibration.tables("additive-2", name).mean, layer.k.astype(np.float64).mean(axis=0), atol=1e-5)
+
+
+def test_heads_too_small_for_a_rate_have_no_tables_of_it() -> None:
+    rng = np.random.default_rng(0)
+    own = LayerRows(*rng.standard_normal((2, 80, 2, 4)).astype(np.float32), np.eye(8), np.eye(8), 80)
+    moments = Moments(ModelInfo("m", "m", "0" * 64, "0" * 64, "float32"), {"0": own}, {}, 80, {"a": "0" * 64}, 80, 0, 1)
+    done: list[str] = []
+    made = tables_of(moments, rates=(), additive=(1.0, 2.0), built=done.append)
+    assert list(made.file.tables) == ["tc", "additive-2"] and done == ["tc", "additive", "additive"]
+
+
 def test_the_same_texts_give_the_same_digest(calibration: Calibration, tiny_a: LoadedModel, prose: list[int]) -> None:
     steps: list[tuple[int, int]] = []
-    again = calibrate(tiny_a, {"prose": prose}, rates=(1.0, 2.0), progress=lambda done, total: steps.append((done, total)))
+    again = calibrate(
+        tiny_a, {"prose": prose}, rates=(1.0, 2.0), additive=(1.0, 2.0), progress=lambda done, total: steps.append((done, total))
+    )
     assert again.digest == calibration.digest
-    assert steps[0][0] == TOKENS and steps[-1][0] == steps[-1][1] and len(steps) == 4 and steps == sorted(steps)
-    assert calibrate(tiny_a, {"prose": prose[1:]}, rates=(1.0, 2.0)).digest != calibration.digest
+    assert steps[0][0] == TOKENS and steps[-1][0] == steps[-1][1] and len(steps) == 6 and steps == sorted(steps)
+    assert calibrate(tiny_a, {"prose": prose[1:]}, rates=(1.0, 2.0), additive=(1.0, 2.0)).digest != calibration.digest
 
 
 def test_layers_that_cannot_be_calibrated_are_listed() -> None:
     """Every second layer recurrent: the tables of the others are chained past it."""
     model = tiny("qwen3_next")
-    found = calibrate(model, {"a": ids(96)}, rates=(1.0,))
+    found = calibrate(model, {"a": ids(96)}, rates=(1.0,), additive=())
     layers, skipped = set(found.layers("tc")), found.file.skipped
     assert layers and skipped and not layers & set(skipped) and all("recurrent" in why for why in skipped.values())
     assert found.layers("tcz-1") == found.layers("tc")
@@ -111,8 +136,37 @@ def test_a_layer_whose_tables_cannot_be_built_is_skipped(monkeypatch: pytest.Mon
         return build_tc(layer)
 
     monkeypatch.setattr(calibrating, "build_tc", failing)
-    found = calibrate(model, {"a": ids(64)}, rates=(1.0,))
+    found = calibrate(model, {"a": ids(64)}, rates=(1.0,), additive=())
     assert found.layers("tc") == found.layers("tcz-1") == ("0",) and found.file.skipped == {"1": "[build_tc] planted"}
+
+
+@pytest.mark.parametrize(("gradients", "floors"), [(None, (1e-3, 0.02)), (36_000, (1e-3, 0.02)), (240, (0.15, 0.15)), (1, (1.0, 1.0))])
+def test_metrics_of_few_gradients_have_their_small_eigenvalues_raised(gradients: int | None, floors: tuple[float, float]) -> None:
+    """The basis is F = A U with U orthogonal, so that F F^T is the metric A^2 as it was taken."""
+    rng = np.random.default_rng(0)
+    turn, values = np.linalg.qr(rng.standard_normal((12, 12)))[0], np.geomspace(1e-5, 1, 12)
+    rows = rng.standard_normal((2, 400, 2, 6)).astype(np.float32)
+    metric = turn * values @ turn.T
+    tables = build_at([LayerRows(*rows, metric, metric, gradients)], 0.1, 1.0)[0][0]
+    for role, floor in zip((tables.k, tables.v), floors, strict=True):
+        basis = role.basis.astype(np.float64) * role.basis_scale
+        found = np.linalg.eigvalsh(basis @ basis.T)
+        np.testing.assert_allclose(found, np.sort(np.maximum(values, floor * values.mean())), rtol=0.02)
+    # Of additive words, in each head: the basis is lam^1/2 U^T A^-1, and the costs are the spectrum of A Cov A.
+    halves = np.stack([metric[at, at] for at in (slice(6), slice(6, 12))])
+    want = []
+    for h, half in enumerate(halves):
+        own, vectors = np.linalg.eigh(half)
+        least = {None: 1e-3, 36_000: 1e-3, 240: 3 * 6 / 240, 1: 1.0}[gradients]
+        floored = vectors * np.maximum(own, least * own.mean()) @ vectors.T
+        x = rows[0][:, h].astype(np.float64)
+        want.append(np.sort(np.linalg.eigvals(np.cov(x.T, bias=True) @ floored).real)[::-1])
+    np.testing.assert_allclose(spectrum(rows[0], metric, gradients), want, rtol=1e-6)
+    np.testing.assert_allclose(build_additive(rows[0], metric, 2.0, gradients=gradients).cost, want, rtol=1e-6)
+    with pytest.raises(ValueError, match="gradients of layer 0 must be at least 1, but got 0"):
+        build_tcz([LayerRows(*rows, metric, metric, 0)], 1.0)
+    with pytest.raises(ValueError, match="gradients must be at least 1, but got 0"):
+        spectrum(rows[0], metric, 0)
 
 
 # --- command --------------------------------------------------------------------------------------------------------------------------
@@ -123,7 +177,7 @@ def test_to_the_store_and_used_from_there(source: Path, folder: Path, tmp_path: 
     data = json.loads(capsys.readouterr().out)
     path = Path(data["path"])
     assert path == folder / f"{data['digest']}.safetensors" and data["file_bytes"] == path.stat().st_size
-    assert data["layers"] == list("0123") and data["skipped"] == {} and data["kinds"] == ["tc", *(f"tcz-{rate:g}" for rate in RATES)]
+    assert data["layers"] == list("0123") and data["skipped"] == {} and data["kinds"] == [*KINDS]
     assert list(data["texts"]) == ["prose.txt"] and data["metric"] == "fisher" and data["seconds"] > 0
     assert data["tokens"] == data["rows"] + 4 == data["gradients"] + 36
     assert (

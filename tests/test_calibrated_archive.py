@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvtool
-from formats.calibration import from_bytes, to_bytes
+from formats.calibration import digest_of, from_bytes, to_bytes
 from formats.container import open_container
 from formats.errors import DigestError, IncompatibleError, ManifestError
 from kvtool import calibration_store as store
@@ -23,7 +23,7 @@ from kvtool.cli import run
 from kvtool.encoding import Encoder, stripped
 from kvtool.model import LoadedModel
 from kvtool.states import CacheState
-from tests.library import digests, f64, ids, rewrite, tiny
+from tests.library import calibration_of, digests, f64, ids, rewrite, tiny
 from tests.texts import text
 from veloxquant_mlx import codecs
 from veloxquant_mlx.codecs import parse_codec
@@ -224,6 +224,27 @@ def test_hostile_manifests(edit: str, chained: tuple[Path, Calibration], tmp_pat
         states_of(tmp_path / "y.kv", calibration=chained[1])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v2", "mamba"])
+def test_families(family: str, tmp_path: Path) -> None:
+    """What has no keys and values, or other ones than the layer before, falls back; the rest is coded with the calibration."""
+    model = tiny(family)
+    captured = kvtool.capture(model, ids(100))
+    own = kvtool.save(captured, tmp_path / "x.kv", codec="tc-4,sink=4,recent=8", model=model, calibration="self")
+    assert kvtool.load(tmp_path / "x.kv", model).usable >= 99
+    skipped = {text.partition(",")[2] for text in own.fallbacks if "less costly" not in text}
+    assert bool(skipped) == (family in ("deepseek_v2",)), skipped
+    if family in ("deepseek_v2", "mamba"):
+        return
+    made = calibration_of(model, ids(100, 3), recent=8)
+    calibration = Calibration(made, digest_of(to_bytes(made)))
+    report = kvtool.save(captured, tmp_path / "x.kv", codec="tcz-2,sink=4,recent=8", calibration=calibration)
+    kvtool.load(tmp_path / "x.kv", model, calibration=calibration)
+    with kvtool.open(tmp_path / "x.kv") as archive:
+        assert any(codec.id == "tcz" for codec in archive.manifest.codecs)
+    # Windows and the whole cache hold other rows, so that one is not predicted from the other.
+    assert any("not at the positions" in text for text in report.fallbacks) == (family in ("gemma3_text", "gpt_oss"))
+
+
 # --- a codec made to test the contract -----------------------------------------------------------------------------------------------
 
 
@@ -412,7 +433,7 @@ def test_commands(calibration_a: bytes, folder: Path, tmp_path: Path, capsys: py
     assert run([*export, "--codec", "tcz-1", "--calibration", cal, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     digest = report["calibration"]
-    assert digest and report["fallbacks"] == []
+    assert digest and len(report["fallbacks"]) < 4  # of 8, with tables from 320 tokens
     assert run(["inspect", made, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calibrations"] == [{"digest": digest, "here": False}]
     assert run(["inspect", made]) == 0

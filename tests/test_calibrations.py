@@ -13,9 +13,10 @@ from safetensors.numpy import load_file
 
 from formats import atomic
 from formats.calibration import CalibrationFile, digest_of, from_bytes, read_calibration, to_bytes, write_calibration
-from formats.errors import DigestError, FormatError, LayoutError, ManifestError, NotKvtoolError, VersionError
+from formats.errors import DigestError, FormatError, IncompatibleError, LayoutError, ManifestError, NotKvtoolError, VersionError
 from formats.manifest import ModelInfo
 from kvtool import calibration_store as store
+from kvtool.calibrations import AUTO, SELF, Calibration, resolve
 
 
 def example(weights: str = "a" * 64, scale: float = 1.0) -> CalibrationFile:
@@ -167,3 +168,34 @@ def test_an_interrupted_write_leaves_nothing(folder: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         store.put(to_bytes(example()))
     assert list(store.kept()) == [] and list(folder.iterdir()) == []
+
+
+def test_resolve(folder: Path, tmp_path: Path) -> None:
+    assert resolve(None, "a" * 64) is None and resolve(SELF, "a" * 64) is None
+    with pytest.raises(IncompatibleError, match="no calibration of this model"):
+        resolve(AUTO, "a" * 64)
+    digest = write_calibration(tmp_path / "c", example())
+    found = resolve(tmp_path / "c", "f" * 64, "a" * 64)
+    assert found is not None and found.digest == digest and found.path == tmp_path / "c"
+    with pytest.raises(IncompatibleError, match="whose weights"):
+        resolve(found, "f" * 64)
+    with pytest.raises(IncompatibleError, match="0 calibrations whose digest"):
+        resolve(digest, "a" * 64)
+    store.put((tmp_path / "c").read_bytes())
+    for spec in (None, AUTO, digest, digest[:8]):
+        again = resolve(spec, "a" * 64)
+        assert again is not None and again.digest == digest
+    with pytest.raises(FileNotFoundError):
+        resolve(str(tmp_path / "none"), "a" * 64)
+
+
+def test_tables_that_are_none(tmp_path: Path) -> None:
+    """Arrays of the right kind and layer that are no tables, and layers and kinds that are not there."""
+    found = Calibration(example(), "0" * 64)
+    for kind, layer in (("tc", "9"), ("rvq", "0"), ("fake", "0")):
+        with pytest.raises(IncompatibleError, match="has no"):
+            found.tables(kind, layer)
+    with pytest.raises(ManifestError, match="tc:0"):
+        found.tables("tc", "0")
+    with pytest.raises(ManifestError, match=r"tcz-0\.75:0"):
+        found.tables("tcz-0.75", "0")

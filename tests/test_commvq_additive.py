@@ -87,6 +87,15 @@ def test_decoded_rows_are_the_specifications(spec: str, heads: int, dim: int) ->
     np.testing.assert_allclose(f64(codec.decode(parts, x.shape, mx.float32)), wanted, rtol=0, atol=3e-6 * np.abs(wanted).max())
 
 
+def test_heads_of_different_sizes_have_their_own_codes() -> None:
+    own, x = layer(300, 7, 3, 16), keys(20, 3, 16)
+    codec = CommVqAdditive(2.0).bind(build_additive(own.k, own.fisher_k, 2.0, stages=(1, 5, 2)), "0", DIGEST)
+    parts = codec.encode(x)
+    wanted = oracle(codec, parts, x.shape)
+    assert parts["codes"].shape == (1, 20, 8)
+    np.testing.assert_allclose(f64(codec.decode(parts, x.shape, mx.float32)), wanted, rtol=0, atol=3e-6 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_code_costs_least(spec: str) -> None:
     """In the metric of the head: no other word of any one stage, and for two stages at once no pair of other words, is nearer."""
@@ -309,6 +318,17 @@ def test_words_of_clusters_are_their_means() -> None:
         assert np.sqrt(np.mean(error**2)) < (0.003 if count == 40 else 0.02)
 
 
+def test_words_that_no_row_is_nearest_to_move() -> None:
+    """Most rows are the same one; the words go to the few others."""
+    rng = np.random.default_rng(0)
+    rows = np.concatenate([np.zeros((4000, 1, 4)), rng.standard_normal((120, 1, 4))])
+    made = build_additive(rows, None, 2.0, stages=(1,))
+    codec = CommVqAdditive(2.0).bind(made, "0", DIGEST)
+    x = mx.array(rows[4000:].swapaxes(0, 1).astype(np.float32))
+    error = f64(codec.decode(codec.encode(x), x.shape, mx.float32)) - f64(x)
+    assert np.square(error).sum() < 0.02 * np.square(f64(x)).sum()
+
+
 @pytest.mark.parametrize("count", (1, 16))
 def test_few_constant_and_weightless_rows_make_tables(count: int) -> None:
     rows = layer(count, 7, 2, 8)
@@ -423,8 +443,9 @@ def test_hostile_parts_never_read_beyond_the_tables() -> None:
             codec.decode({other: array for other, array in parts.items() if other != name}, x.shape, mx.float32)
         with pytest.raises(ValueError, match=f"part '{name}' must be"):
             codec.decode(parts | {name: parts[name][..., :-1]}, x.shape, mx.float32)
-    with pytest.raises(ManifestError, match="part 'stage' must be below"):
-        codec.decode(parts | {"stage": mx.full((2, 32), 200, mx.uint8)}, x.shape, mx.float32)
+    for stage in (200, max(codec.stages)):
+        with pytest.raises(ManifestError, match="part 'stage' must be below"):
+            codec.decode(parts | {"stage": mx.full((2, 32), stage, mx.uint8)}, x.shape, mx.float32)
     for name in ("mean", "back_step", "words_step"):
         for value in (math.inf, math.nan, 3e38):
             if (name, value) != ("mean", 3e38):

@@ -8,6 +8,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from kvtool import calibration_texts
 from kvtool import moments as moments_module
 from kvtool.fisher import named_caches, run_backward
 from kvtool.model import LoadedModel
-from kvtool.moments import Moments, collect
+from kvtool.moments import Moments, collect, joined
 from kvtool.probe import probe_model
 from tests import tiny_random
 from tests.library import equal, f64, ids, loaded, tiny
@@ -159,6 +160,26 @@ def test_a_budget_keeps_even_rows_of_the_same_tokens_in_all_layers(kept: int) ->
     for name, layer in some.layers.items():
         assert np.array_equal(layer.k, whole.layers[name].k[at]) and np.array_equal(layer.v, whole.layers[name].v[at])
         assert np.array_equal(layer.fisher_k, whole.layers[name].fisher_k) and layer.gradients == whole.layers[name].gradients
+
+
+def test_joined_runs_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of two lengths, one of them in two pieces, with the same draws: rows in order, metrics weighed by rows."""
+    monkeypatch.setattr(mx.random, "split", lambda key, n: [key] * n)
+    model, texts = smooth("llama"), {"a": ids(TOKENS + 40), "b": ids(2 * TOKENS + 40 + TOKENS)}
+    options: dict[str, int] = {"length": TOKENS + 40, "sink": SINK, "recent": RECENT}
+    whole = collect(model, texts, **options)
+    parts = [collect(model, {name: own}, **options) for name, own in texts.items()]
+    found = joined(parts)
+    assert (found.tokens, found.texts, list(found.layers)) == (whole.tokens, whole.texts, list(whole.layers))
+    for name, layer in whole.layers.items():
+        own = found.layers[name]
+        assert np.array_equal(own.k, layer.k) and np.array_equal(own.v, layer.v) and own.gradients == layer.gradients
+        for a, b in ((own.fisher_k, layer.fisher_k), (own.fisher_v, layer.fisher_v)):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12 * np.abs(b).max())
+    other = replace(parts[1], recent=RECENT + 1)
+    for bad, what in (([], "none"), ([parts[0], parts[0]], "'a' stands twice"), ([parts[0], other], "sink, recent and length")):
+        with pytest.raises(ValueError, match=what):
+            joined(bad)
 
 
 def test_metrics_of_wide_layers_are_kept_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

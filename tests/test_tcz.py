@@ -284,7 +284,7 @@ def test_params_round_trip_and_tables_complete() -> None:
             assert codec.needs == (past if role == "k" else ("k", *past))
     with pytest.raises(ValueError, match="after must be None"):
         Tcz(1.0, "k").bind("k", built()[0], 1.0, "0", "x", DIGEST)
-    with pytest.raises(ValueError, match="step must be positive"):
+    with pytest.raises(ValueError, match="step must be 1e-12 to"):
         Tcz(1.0, "k").bind("k", built()[0], math.nan, "0", None, DIGEST)
 
 

@@ -1,4 +1,4 @@
-"""`kvtool calibrate`: learn a model's tables for the codecs tc and tcz."""
+"""`kvtool calibrate`: learn a model's tables for the codecs tc, tcz and commvq-N:additive."""
 
 import shlex
 import time
@@ -20,7 +20,7 @@ from kvtool.cli._common import bar, check_target, dtype_option, emit, json_optio
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="CAL", help="Write the calibration there, not to the store.")
 @json_option
 def command(model_name: str, files: tuple[str, ...], dtype: str, output: str | None, as_json: bool) -> None:
-    """Learn a model's tables for the codecs tc and tcz, once for all prompts.
+    """Learn a model's tables for the codecs tc, tcz and commvq-N:additive, once for all prompts.
 
     Runs texts through the model, forwards and backwards. Without -o the calibration goes to the store, where kvtool finds it by itself
     when it writes and reads this model's files.

@@ -81,7 +81,7 @@ SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "
 @click.option(
     "--calibration",
     metavar="FILE|DIGEST|auto|self",
-    help="Tables for tc and tcz; self: learnt from each text's own cache and counted. With IN.kv: the file that it needs.",
+    help="Tables of a calibration; self: learnt from each text's own cache and counted. With IN.kv: the file that it needs.",
 )
 @click.option("--csv", "csv_file", metavar="F", help="Sweep, robustness: write the table as CSV as well.")
 @click.option("--plot", "plot_file", metavar="F", help="Sweep: plot KL against bits; .svg, or .png where matplotlib is installed.")

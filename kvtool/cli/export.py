@@ -50,10 +50,12 @@ if TYPE_CHECKING:
 @click.option(
     "--calibration",
     metavar="FILE|DIGEST|auto|self",
-    help="Tables for tc and tcz: a file, one of the store, its newest for the model (auto), or learnt from this cache (self). "
+    help="Tables of a calibration: a file, one of the store, its newest for the model (auto), or learnt from this cache (self). "
     "By default auto where there is one, else self.",
 )
-@click.option("--carry", is_flag=True, help="Put the tables of tc into the file, so that it needs no calibration to be read.")
+@click.option(
+    "--carry", is_flag=True, help="Put the tables of tc or commvq-N:additive into the file, so that it needs no calibration to be read."
+)
 @click.option(
     "--quality",
     metavar="kl=X",
@@ -115,6 +117,7 @@ def command(
     from kvtool.foreign import caches_from_prompt_cache
     from kvtool.model import load_model
     from veloxquant_mlx.codecs import CodecPlan
+    from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
     from veloxquant_mlx.codecs.tc import Tc
 
     # A quality asked for without a codec means tcz, whose rate is then found.
@@ -124,8 +127,10 @@ def command(
     def carried(plan: CodecPlan) -> CodecPlan:
         if not carry:
             return plan
+        if isinstance(plan.k, CommVqAdditive):
+            return replace(plan, k=replace(plan.k, carry=True))
         if not isinstance(plan.k, Tc) or not isinstance(plan.v, Tc):
-            raise click.UsageError(f"--carry goes with tc, not with {plan.spec()}")
+            raise click.UsageError(f"--carry goes with tc and commvq-N:additive, not with {plan.spec()}")
         return replace(plan, k=replace(plan.k, carry=True), v=replace(plan.v, carry=True))
 
     plan = plan if limit is not None else carried(plan)

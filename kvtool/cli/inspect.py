@@ -10,7 +10,7 @@ from kvtool import calibration_store as store
 from kvtool.cli._common import emit, json_option, percent, printable, quality_line
 
 # Codecs whose param `tables` is the digest of a calibration, or says that the tables are in the file.
-CALIBRATED, CARRIED = ("tc", "tcz"), "carried"
+CALIBRATED, CARRIED = ("tc", "tcz", "additive"), "carried"
 
 
 @click.command("inspect")

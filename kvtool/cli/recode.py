@@ -31,7 +31,7 @@ from kvtool.cli._common import (
 @click.option(
     "--calibration",
     metavar="FILE|DIGEST|auto|self",
-    help="Tables for tc and tcz, of --codec or of IN.kv, as in export (self: with --to-model).",
+    help="Tables for tc, tcz and commvq-N:additive, of --codec or of IN.kv, as in export (self: with --to-model).",
 )
 @dtype_option
 @json_option

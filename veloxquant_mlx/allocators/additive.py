@@ -21,12 +21,13 @@ from typing import Self
 
 import numpy as np
 
+from veloxquant_mlx.allocators.transforms import METRIC_FLOOR, LayerRows, metric_floor
+
 WORDS = 256
 STAGE_BITS = 8
-METRIC_FLOOR = 1e-3  # of a metric's eigenvalues, relative to their mean
 LEAST_SINGULAR = 1e-6  # of `back` with rows of unit size
-_MOST_ROWS = 1 << 13  # that words are learnt from
-_ROUNDS = 6
+_MOST_ROWS = 1 << 14  # that words are learnt from
+_ROUNDS = 12
 _BLOCK = 512  # rows whose distances are held at a time
 
 
@@ -116,7 +117,9 @@ class AdditiveTables:
         return cls(arrays["mean"], back.astype(np.float32), arrays["cost"], arrays["stage"], arrays["words"])
 
 
-def build_additive(rows: np.ndarray, fisher_k: np.ndarray | None, bits: float, stages: Sequence[int] | None = None) -> AdditiveTables:
+def build_additive(
+    rows: np.ndarray, fisher_k: np.ndarray | None, bits: float, stages: Sequence[int] | None = None, gradients: int | None = None
+) -> AdditiveTables:
     """Tables of a layer.
 
     Args:
@@ -124,11 +127,12 @@ def build_additive(rows: np.ndarray, fisher_k: np.ndarray | None, bits: float, s
         fisher_k: (H D, H D), nats per squared unit, twice over; None: all entries cost alike.
         bits: average per value over the layer's heads.
         stages: of each head, as `share_stages` gives them over several layers; None: shared within the layer.
+        gradients: that the metric is the mean square of, or None where it is exact.
 
     Raises:
         ValueError: shapes that do not fit, no rows, or values that are not finite.
     """
-    mean, back, cost = _bases(rows, fisher_k)
+    mean, back, cost = _bases(rows, fisher_k, gradients)
     heads, dim = mean.shape
     stages = share_stages({"": cost}, bits)[""] if stages is None else stages
     if len(stages) != heads or not all(1 <= count <= most_stages(dim) for count in stages):
@@ -146,9 +150,33 @@ def build_additive(rows: np.ndarray, fisher_k: np.ndarray | None, bits: float, s
     return AdditiveTables.from_arrays(AdditiveTables(mean, back, cost, stage, words).to_arrays())
 
 
-def spectrum(rows: np.ndarray, fisher_k: np.ndarray | None) -> np.ndarray:
+def build_shared(layers: Mapping[str, LayerRows], bits: float, costs: Mapping[str, np.ndarray] | None = None) -> dict[str, AdditiveTables]:
+    """Tables of the keys of several layers that share their stages.
+
+    Args:
+        layers: by name. Those whose heads are too small for a stage at this rate, or too large for so many, get none.
+        bits: average per value over the others.
+        costs: of each layer, as `spectrum` gives them; None: taken from the rows.
+
+    Raises:
+        ValueError: as `build_additive`.
+    """
+    fitting = {name: own for name, own in layers.items() if STAGE_BITS <= bits * own.k.shape[2] <= STAGE_BITS * most_stages(own.k.shape[2])}
+    if not fitting:
+        return {}
+    known = spectra(fitting) if costs is None else {name: costs[name] for name in fitting}
+    stages = share_stages(known, bits)
+    return {name: build_additive(own.k, own.fisher_k, bits, stages[name], own.gradients) for name, own in fitting.items()}
+
+
+def spectra(layers: Mapping[str, LayerRows]) -> dict[str, np.ndarray]:
+    """`spectrum` of each layer."""
+    return {name: spectrum(own.k, own.fisher_k, own.gradients) for name, own in layers.items()}
+
+
+def spectrum(rows: np.ndarray, fisher_k: np.ndarray | None, gradients: int | None = None) -> np.ndarray:
     """Costs of a layer's components, (H, D), which `share_stages` takes; arguments as in `build_additive`."""
-    return _bases(rows, fisher_k)[2]
+    return _bases(rows, fisher_k, gradients)[2]
 
 
 def most_stages(dim: int) -> int:
@@ -197,7 +225,7 @@ def inverse(back: np.ndarray) -> np.ndarray:
     return np.linalg.inv(back / size) / np.swapaxes(size, -1, -2)
 
 
-def _bases(rows: np.ndarray, fisher_k: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _bases(rows: np.ndarray, fisher_k: np.ndarray | None, gradients: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Mean (H, D), `back` (H, D, D) and costs (H, D), descending."""
     if rows.ndim != 3 or 0 in rows.shape:
         raise ValueError(f"[build_additive] rows must be (N, H, D) and not empty, but got {rows.shape}.")
@@ -205,18 +233,20 @@ def _bases(rows: np.ndarray, fisher_k: np.ndarray | None) -> tuple[np.ndarray, n
     fisher_k = np.eye(heads * dim) if fisher_k is None else fisher_k
     if fisher_k.shape != (heads * dim, heads * dim):
         raise ValueError(f"[build_additive] fisher_k must be ({heads * dim}, {heads * dim}), but got {fisher_k.shape}.")
+    if gradients is not None and gradients < 1:
+        raise ValueError(f"[build_additive] gradients must be at least 1, but got {gradients}.")
     for name, array in (("rows", rows), ("fisher_k", fisher_k)):
         if not np.isfinite(array).all():
             bad = np.argwhere(~np.isfinite(array))
             raise ValueError(f"[build_additive] {name} must be finite, but {len(bad)} values are not, the first at {bad[0].tolist()}.")
-    mean = rows.mean(axis=0, dtype=np.float64)
+    mean, floor = rows.mean(axis=0, dtype=np.float64), metric_floor(METRIC_FLOOR, dim, gradients)
     back, cost = np.empty((heads, dim, dim)), np.empty((heads, dim))
     for h in range(heads):
         at = slice(h * dim, (h + 1) * dim)
         metric = fisher_k[at, at].astype(np.float64)
         values, vectors = np.linalg.eigh((metric + metric.T) / 2)
         unit = values.clip(0).mean()
-        values = np.maximum(values / unit, METRIC_FLOOR) if unit > 0 else np.ones(dim)
+        values = np.maximum(values / unit, floor) if unit > 0 else np.ones(dim)
         root = vectors * np.sqrt(values) @ vectors.T
         x = rows[:, h].astype(np.float64) - mean[h]
         lam, u = np.linalg.eigh(root @ (x.T @ x / count) @ root)

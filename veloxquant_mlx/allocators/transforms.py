@@ -324,7 +324,7 @@ def build_tc(rows: LayerRows) -> TcTables:
     back, cost = np.empty((heads, dim, dim)), np.empty((heads, dim))
     for h in range(heads):
         at = slice(h * dim, (h + 1) * dim)
-        back[h], cost[h] = _basis(k[:, h], rows.fisher_k[at, at].astype(np.float64), metric_floor(dim, rows.gradients))
+        back[h], cost[h] = _basis(k[:, h], rows.fisher_k[at, at].astype(np.float64), metric_floor(METRIC_FLOOR, dim, rows.gradients))
     y = np.einsum("nhd,hdi->nhi", k, _inverse(back), optimize=True).reshape(count, -1)
     metric = np.diagonal(rows.fisher_v).reshape(heads, dim).astype(np.float64)
     tables = TcTables(
@@ -425,9 +425,9 @@ def _check(rows: LayerRows) -> None:
             raise ValueError(f"[build_tc] {name} must be finite, but {len(bad)} values are not, the first at {bad[0].tolist()}.")
 
 
-def metric_floor(dim: int, gradients: int | None) -> float:
+def metric_floor(least: float, dim: int, gradients: int | None) -> float:
     """Least eigenvalue of a (D, D) metric, relative to their mean; from few gradients small ones are chance, and are not believed."""
-    return METRIC_FLOOR if gradients is None else max(METRIC_FLOOR, min(1.0, GRADIENTS * dim / gradients))
+    return least if gradients is None else max(least, min(1.0, GRADIENTS * dim / gradients))
 
 
 def _basis(x: np.ndarray, metric: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,6 @@ Parts: stream U32 (1, words), the chunks' words one after another; index U32 (1,
 R is the average over keys and values of all layers; a codec bound to a layer has the step that meets it.
 """
 
-import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -20,13 +19,12 @@ import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
-from veloxquant_mlx.allocators.predictors import TczTables
+from veloxquant_mlx.allocators.predictors import LARGEST_SYMBOL, STEPS, TczTables
 from veloxquant_mlx.allocators.symbol_models import CHUNK, centroids
 from veloxquant_mlx.codecs import _entropy
-from veloxquant_mlx.codecs._base import Codec, Frame, Given, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._base import FLOAT16_MAX, Codec, Frame, Given, Layout, RoleName, Shape, token_blocks
 
 RATES = (0.5, 3.0)
-_LARGEST_SYMBOL = 2.0**30
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_NAME = 64
 _FIELDS = {"role", "rate", "step", "tables", "design", "layer", "after"}
@@ -80,14 +78,14 @@ class Tcz(Codec):
             after: the layer before it, whose decoded rows predict it; None where the tables have no such predictor.
             digest: the calibration's blake3.
         Raises:
-            ValueError: `after` and the tables do not agree, or the step is not positive.
+            ValueError: `after` and the tables do not agree, or the step is out of range.
         """
         if tables.chained != (after is not None):
             raise ValueError(
                 f"[tcz] layer {layer!r}: after must be {'a layer' if tables.chained else 'None'} for its tables, but got {after!r}."
             )
-        if not (math.isfinite(step) and step > 0):
-            raise ValueError(f"[tcz] step must be positive, but got {step}.")
+        if not STEPS[0] <= step <= STEPS[1]:
+            raise ValueError(f"[tcz] step must be {STEPS[0]:g} to {STEPS[1]:g}, but got {step}.")
         return replace(self, role=role, step=step, layer=layer, before=after, digest=digest, design=tables.rate, tables=tables)
 
     @property
@@ -138,7 +136,7 @@ class Tcz(Codec):
         role, rate, step, design = (params[name] for name in ("role", "rate", "step", "design"))
         if role not in ("k", "v"):
             raise ManifestError(f"[tcz] role must be 'k' or 'v', but got {role!r}.")
-        for name, number, low, high in (("rate", rate, *RATES), ("step", step, 1e-12, 1e12), ("design", design, 1e-3, 64.0)):
+        for name, number, low, high in (("rate", rate, *RATES), ("step", step, *STEPS), ("design", design, 1e-3, 64.0)):
             if isinstance(number, bool) or not isinstance(number, int | float) or not low <= number <= high:
                 raise ManifestError(f"[tcz] {name} must be a number from {low:g} to {high:g}, but got {number!r}.")
         if not isinstance(params["tables"], str) or not _DIGEST.fullmatch(params["tables"]):
@@ -167,10 +165,10 @@ class Tcz(Codec):
         words, index = [], []
         for tokens, p in self._predicted(given, tuple(x.shape)):
             y = np.array((_wide(x[:, tokens].astype(mx.float32)) - p) @ forward)
-            if not (np.abs(y) < _LARGEST_SYMBOL).all():
-                count = int((~(np.abs(y) < _LARGEST_SYMBOL)).sum())
+            if not (np.abs(y) < LARGEST_SYMBOL).all():
+                count = int((~(np.abs(y) < LARGEST_SYMBOL)).sum())
                 where = f"{count} components of tokens {tokens.start} to {tokens.stop}"
-                raise ValueError(f"[tcz] {where} are beyond 2^30 steps of {self.step:g}; --codec raw stores them.")
+                raise ValueError(f"[tcz] {where} are beyond 2^30 steps of {self.step:g}; --codec rvq-4 or raw stores them.")
             more, sizes = _entropy.encode(np.rint(y).astype(np.int32), expected)
             words.append(more)
             index.append(sizes)
@@ -201,7 +199,8 @@ class Tcz(Codec):
                     raise ManifestError(f"[tcz] part 'stream', tokens from {start}: {error}") from error
                 chunks.append(centroids(q, classes, self.role == "v"))
             decoded = p + mx.array(np.concatenate(chunks)) @ backward
-            decoded = decoded.reshape(-1, shape[0], shape[2]).transpose(1, 0, 2).astype(dtype)
+            decoded = decoded.reshape(-1, shape[0], shape[2]).transpose(1, 0, 2)
+            decoded = (mx.clip(decoded, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else decoded).astype(dtype)
             mx.eval(decoded)
             rows.append(decoded)
         return mx.concatenate(rows, axis=1) if rows else mx.zeros(shape, dtype)
