@@ -31,7 +31,7 @@ from veloxquant_mlx.codecs.vecinfer import VecInfer
 
 __all__ = ["BLOCK_VALUES", "CODECS", "RECENT", "SINK", "Codec", "CodecPlan", "parse_codec", "token_blocks"]
 
-# The exact rows of a lossy codec whose spec does not say: without them every codec's KL is several times as large.
+# The exact rows of a lossy codec whose spec does not say; what they are worth stands in the docstring of `rvq`.
 SINK, RECENT = 4, 32
 
 # The first that takes a spec string has it: commvq leaves no option to others.
