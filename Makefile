@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed-$(or $(EXTRA),metal)
 # MLX's CPU wheel carries reference BLAS; OpenBLAS in front of it makes float32 products 15 times faster.
 PRELOAD   = $(if $(filter cpu,$(EXTRA)),$(foreach f,$(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0)),LD_PRELOAD=$(f)))
 
-.PHONY: setup system demo test test-all lint format reach frontier clean
+.PHONY: setup system demo test test-all lint format reach frontier off-domain self-calibration clean
 
 setup: system $(STAMP)
 
@@ -46,9 +46,17 @@ test-all: setup lint
 reach: setup
 	$(PRELOAD) $(BIN)/python -m tests.smollm2.reach
 
-# Quality against bits of every codec; an interrupted run goes on.
+# Quality against bits of every codec, and the targets; an interrupted run goes on.
 frontier: setup
 	$(PRELOAD) $(BIN)/python -m tests.smollm2.frontier
+
+# What a calibration without texts of a prompt's kind costs.
+off-domain: setup
+	$(PRELOAD) $(BIN)/python -m tests.smollm2.off_domain
+
+# What tables learnt from the cache itself cost, in bits.
+self-calibration: setup
+	$(PRELOAD) $(BIN)/python -m tests.smollm2.self_calibration
 
 clean:
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache

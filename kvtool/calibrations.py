@@ -32,6 +32,7 @@ class Tables(Protocol):
 
 # id of a calibrated codec -> the class of its tables. A kind is the id, or with several designs the id, a hyphen and the design's rate.
 KINDS: dict[str, type[Any]] = {"tc": TcTables, "tcz": TczTables, "additive": AdditiveTables}
+_DESIGNED = {"tcz", "additive"}  # with several designs
 
 
 def is_calibrated(codec: Codec) -> bool:
@@ -44,11 +45,23 @@ class Calibration:
 
     Attributes:
         file: what it holds; digest: its name; path: where it was read from, or None.
+
+    Raises:
+        ManifestError: a kind without a design's rate, or with one that it cannot have.
     """
 
     def __init__(self, file: CalibrationFile, digest: str, path: Path | None = None) -> None:
         self.file, self.digest, self.path = file, digest, path
         self._made: dict[tuple[str, str], Any] = {}
+        for kind in file.tables:
+            codec, hyphen, rate = kind.partition("-")
+            if codec in KINDS and (bool(hyphen) != (codec in _DESIGNED) or (hyphen and not _is_rate(rate))):
+                wanted = f"{codec}-RATE" if codec in _DESIGNED else codec
+                raise ManifestError(f"$.kinds: must be {wanted} of this codec, but got {kind!r:.40}", path=self._named)
+
+    @property
+    def _named(self) -> str | None:
+        return None if self.path is None else str(self.path)
 
     @property
     def model(self) -> ModelInfo:
@@ -74,10 +87,18 @@ class Calibration:
             raise IncompatibleError(what, hint="calibrate the model again")
         if (kind, layer) not in self._made:
             try:
-                self._made[kind, layer] = KINDS[kind.partition("-")[0]].from_arrays(self.file.tables[kind][layer])
+                made = KINDS[kind.partition("-")[0]].from_arrays(self.file.tables[kind][layer])
             except ValueError as error:
-                raise ManifestError(f"{kind}:{layer}: {error}", path=None if self.path is None else str(self.path)) from error
+                raise ManifestError(f"{kind}:{layer}: {error}", path=self._named) from error
+            if isinstance(made, TczTables) and f"{made.rate:g}" != kind.partition("-")[2]:
+                raise ManifestError(f"{kind}:{layer}: must be of that design, but got rate {made.rate:g}", path=self._named)
+            self._made[kind, layer] = made
         return self._made[kind, layer]
+
+
+def _is_rate(text: str) -> bool:
+    """Whether a design's rate is written as `kind_of` writes it, and not zero."""
+    return re.fullmatch(r"\d{1,3}(\.\d{1,5})?", text) is not None and float(text) > 0 and f"{float(text):g}" == text
 
 
 def kind_of(codec: Codec) -> str:

@@ -23,7 +23,8 @@ RIDGE = 3e-3  # of the mean variance of the inputs
 FLOORS = {"k": 1e-3, "v": 0.02}  # of the metric's mean eigenvalue, from many gradients
 CHUNK_BITS = 64  # of a chunk besides its symbols: its length and the end of the coder's state
 ROLES = ("k", "v")
-STEPS = (1e-12, 1e12)  # of a cache
+RATES = (1e-3, 64.0)  # of a design
+STEPS = (1e-12, 1e12)
 LARGEST_SYMBOL = 2.0**30
 _STORED = {
     "predictor": ("f2", "i1"),
@@ -152,8 +153,10 @@ class TczTables:
 
         heads, dim, chained = take("shape", ("i4",), (3,)).tolist()
         rate, step = take("design", ("f8",), (2,)).tolist()
-        if heads < 1 or dim < 1 or chained not in (0, 1) or not (rate > 0 and step > 0):
-            raise ValueError(f"[TczTables] shape and design must be positive, but got {[heads, dim, chained]} and {[rate, step]}.")
+        if heads < 1 or dim < 1 or chained not in (0, 1) or not (RATES[0] <= rate <= RATES[1] and STEPS[0] <= step <= STEPS[1]):
+            raise ValueError(
+                f"[TczTables] shape must be positive, rate in {RATES} and step in {STEPS}, but got {[heads, dim, chained]}, {rate}, {step}."
+            )
         width, roles = heads * dim, {}
         for role in ROLES:
             count = width * ((role == "v") + 2 * chained)
@@ -162,6 +165,11 @@ class TczTables:
             if found["classes"].max() >= len(bank().t):
                 raise ValueError(f"[TczTables] array '{role}.classes' must be below {len(bank().t)}, but got {found['classes'].max()}.")
             roles[role] = RoleTables(**found)
+            for name in ("predictor", "basis"):
+                largest = np.abs(found[name].astype(np.float64) * found[f"{name}_scale"]).max(initial=0)
+                if largest > np.finfo(np.float32).max:
+                    raise ValueError(f"[TczTables] {role}.{name} must be within float32, but got {largest:.3g}.")
+            _ = roles[role].backward  # refused where there is none
         return cls(heads, dim, rate, step, bool(chained), roles["k"], roles["v"])
 
 
@@ -220,8 +228,8 @@ def _symbols(y: np.ndarray, step: float) -> np.ndarray:
 def simulate(tables: TczTables, role: str, rows: np.ndarray, inputs: np.ndarray | None, step: float) -> tuple[np.ndarray, float]:
     """Decoded rows (N, W) of a role, and the bits they take, as the codec would code them."""
     role_tables = getattr(tables, role)
-    p = role_tables.predict(inputs)
     with np.errstate(over="ignore", invalid="ignore"):  # see _symbols
+        p = role_tables.predict(inputs)
         q, expected = _symbols((rows - p) @ role_tables.forward, step), tables.expected(role, step)
     decoded, bits = np.empty(q.shape, np.float32), 0.0
     for start in range(0, len(q), CHUNK):

@@ -169,6 +169,9 @@ class TcTables:
         wide = {name: arrays[name].astype(np.float64) for name in ("back", "c_yy", "c_yv")}
         spread = arrays["c_yy_size"].astype(np.float64)
         c_yy = wide["c_yy"] * spread[:, None] * spread
+        largest = max(np.abs(c_yy).max(), (np.abs(wide["c_yv"]).max(axis=0) * arrays["c_yv_size"]).max())
+        if largest > np.finfo(np.float32).max:
+            raise ValueError(f"[TcTables] c_yy and c_yv must be within float32, but got {largest:.3g}.")
         return cls(
             arrays["k_mean"],
             arrays["v_mean"],

@@ -20,6 +20,7 @@ import numpy as np
 
 from formats.errors import ManifestError
 from veloxquant_mlx.allocators.predictors import LARGEST_SYMBOL, STEPS, TczTables
+from veloxquant_mlx.allocators.predictors import RATES as DESIGNS
 from veloxquant_mlx.allocators.symbol_models import CHUNK, centroids
 from veloxquant_mlx.codecs import _entropy
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, Codec, Frame, Given, Layout, RoleName, Shape, token_blocks
@@ -136,7 +137,7 @@ class Tcz(Codec):
         role, rate, step, design = (params[name] for name in ("role", "rate", "step", "design"))
         if role not in ("k", "v"):
             raise ManifestError(f"[tcz] role must be 'k' or 'v', but got {role!r}.")
-        for name, number, low, high in (("rate", rate, *RATES), ("step", step, *STEPS), ("design", design, 1e-3, 64.0)):
+        for name, number, low, high in (("rate", rate, *RATES), ("step", step, *STEPS), ("design", design, *DESIGNS)):
             if isinstance(number, bool) or not isinstance(number, int | float) or not low <= number <= high:
                 raise ManifestError(f"[tcz] {name} must be a number from {low:g} to {high:g}, but got {number!r}.")
         if not isinstance(params["tables"], str) or not _DIGEST.fullmatch(params["tables"]):
