@@ -27,8 +27,6 @@ from kvtool.capturing import check_ids, encode_prompt, token_ids
 from kvtool.model import LoadedModel
 from kvtool.passkeys import check_passkeys, passkey_shares
 from kvtool.roundtrip import parse_roundtrip, without_exact_rows
-from veloxquant_mlx.codecs import RECENT as RECENT
-from veloxquant_mlx.codecs import SINK as SINK
 
 PROTOCOLS = ("prefix", "streaming")
 WINDOWS = {"on": ("on",), "off": ("off",), "both": ("on", "off")}
