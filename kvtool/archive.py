@@ -41,7 +41,7 @@ class SaveReport:
 
     Attributes:
         path: the file.
-        codec: the codec spec in full.
+        codec: the codec spec in full, exact rows spelled out.
         tokens: tokens in the cache.
         file_bytes: size of the file, header and side information included.
         cache_bytes: bytes of the live rows that were saved, in the dtype they ran in.
@@ -156,9 +156,9 @@ def save(
     Args:
         snapshot: from `capture`.
         path: the file to write.
-        codec: a spec such as "raw", "rvq-2+2", "k=rabitq,v=rvq-2+2,sink=4,recent=32".
-        sink: keep this many first tokens exact (lossy codecs).
-        recent: keep this many newest tokens exact (lossy codecs).
+        codec: a spec such as "raw", "rvq-2+2", "k=rabitq,v=rvq-2+2,sink=0,recent=0".
+        sink: keep this many first tokens exact, whatever the spec says; a lossy codec's default is 4.
+        recent: keep this many newest tokens exact, whatever the spec says; a lossy codec's default is 32.
         frame: encode keys "post" (as cached) or "pre" (before RoPE); None is the codec's default.
         calibration: tables for a calibrated codec: a calibration, its file or digest, "auto" (the store's newest for the model) or "self"
             (learnt from this cache, with `model`, and carried in the file); None is "auto" where there is one, else "self".
@@ -237,9 +237,12 @@ def write_archive(
     written = write_container(
         path, manifest, encoder.tensors, compress=compress, progress=progress, reserve=QUALITY_BYTES + QUALITY_BYTES_A_LAYER * len(layers)
     )
+    notes = [] if binding is None else list(binding.notes)
+    if not encoder.lossless and not encoder.tallies and 0 < length <= encoder.plan.sink + encoder.plan.recent:
+        notes.append(f"{encoder.plan.full_spec()} keeps all {length} tokens exact: none is coded")
     return SaveReport(
         path=str(path),
-        codec=encoder.plan.spec(),
+        codec=encoder.plan.full_spec(),
         tokens=length,
         file_bytes=written.file_bytes,
         cache_bytes=0,
@@ -250,7 +253,7 @@ def write_archive(
         requantised=tuple(encoder.requantised),
         calibration=None if binding is None else binding.calibration,
         fallbacks=() if binding is None else tuple(binding.fallbacks),
-        notes=() if binding is None else tuple(binding.notes),
+        notes=tuple(notes),
     )
 
 
@@ -258,7 +261,7 @@ def quality_record(encoder: Encoder, step: str, details: dict[str, Any] | None =
     """One lossy step as the manifest keeps it: codec, and the squared error over the energy of K and V, whole and by layer."""
     if not encoder.tallies and not details:
         return None
-    record: dict[str, Any] = {"step": step, "codec": encoder.plan.spec(), **(details or {})}
+    record: dict[str, Any] = {"step": step, "codec": encoder.plan.full_spec(), **(details or {})}
     if encoder.requantised:
         record["requantised"] = list(encoder.requantised)
     for role in ("k", "v"):

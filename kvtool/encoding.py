@@ -157,7 +157,7 @@ class Encoder:
 
     @property
     def lossless(self) -> bool:
-        return isinstance(self.plan.k, Raw) and isinstance(self.plan.v, Raw)
+        return self.plan.lossless
 
     def array(self, name: str, value: mx.array) -> StateArray:
         self.tensors.append(TensorPlan(name, ARRAY_NAMES[value.dtype], tuple(value.shape), lambda: to_numpy(value)))

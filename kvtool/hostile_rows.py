@@ -23,7 +23,7 @@ from kvtool.binding import LayerSource, bind
 from kvtool.calibrations import Calibration, kind_of
 from kvtool.encoding import RoleSource, unrotated
 from kvtool.probe import RoleProbe
-from kvtool.roundtrip import Roundtrip, parse_roundtrip
+from kvtool.roundtrip import Roundtrip, parse_roundtrip, without_exact_rows
 from veloxquant_mlx.allocators.additive import build_shared
 from veloxquant_mlx.allocators.predictors import build_tcz
 from veloxquant_mlx.allocators.transforms import LayerRows, build_tc
@@ -113,7 +113,7 @@ class RobustnessRow:
     """One codec on the rows of one case.
 
     Attributes:
-        codec: spec; case: of CASES.
+        codec: spec, without exact rows; case: of CASES.
         tokens, head_dim: of the rows; there are two heads of keys and of values.
         k_error, v_error: relative squared; None where there is none (refused, or the result is not finite), 0 of zeros kept as zeros.
         finite: whether all decoded values are; None where refused.
@@ -164,12 +164,12 @@ def robustness(codecs: Sequence[str], *, progress: Callable[[int, int], None] | 
     """Put codecs through every case.
 
     Args:
-        codecs: specs as in `kvtool.sweep`; exact rows (sink=, recent=) are coded like all others.
+        codecs: specs as in `kvtool.sweep`; every row is coded, whatever sink= and recent= say.
         progress: called with (rows done, rows in all).
     Raises:
         ValueError: an unknown codec, one twice, or none.
     """
-    specs = [parse_roundtrip(codec).spec for codec in codecs]
+    specs = [without_exact_rows(parse_roundtrip(codec).spec) for codec in codecs]
     twice = next((s for i, s in enumerate(specs) if s in specs[:i]), None)
     if twice is not None or not specs:
         raise ValueError(f"[robustness] codec {twice} is given twice." if twice else "[robustness] give at least one codec.")

@@ -95,7 +95,7 @@ def smallest_rate(
 
     def measure(i: int) -> float:
         if i not in tried:
-            spec = _at(plan, family, ladder[i]).spec()
+            spec = _at(plan, family, ladder[i]).full_spec()
             arm = base.arm(parse_roundtrip(spec))
             tried[i] = (spec, float("inf") if arm.failed else float(np.mean(arm.kl)))
             if progress is not None:

@@ -56,7 +56,7 @@ def recode(
         to_model: rotate for this model's live RoPE and make the file its own (same layers, KV heads, head dims and tokenizer needed).
         rope_theta: rotate to this base instead (plain or linearly scaled RoPE).
         shift: move every position by this many.
-        codec: encode again with this codec; None keeps each tensor's own.
+        codec: encode again with this codec, a lossy one with exact rows as in `save`; None keeps each tensor's own.
         sink, recent, frame: as in `save`, with `codec`.
         calibration: as in `save`, for a calibrated codec ("self" needs `to_model`); a file of one also serves what `source` is coded with.
         progress: called with (bytes written, bytes in all).

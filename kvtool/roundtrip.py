@@ -16,7 +16,7 @@ from kvtool.binding import Binding
 from kvtool.calibrations import is_calibrated
 from kvtool.encoding import FLOAT16_MAX, sources_of, takes_dim, unrotated
 from kvtool.probe import RoleProbe
-from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec
+from veloxquant_mlx.codecs import RECENT, SINK, Codec, CodecPlan, parse_codec
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.tc import Tc
@@ -69,7 +69,7 @@ class Roundtrip:
 
     @property
     def lossless(self) -> bool:
-        return self.mlx_bits is None and not self.fp8 and isinstance(self.plan.k, Raw) and isinstance(self.plan.v, Raw)
+        return self.mlx_bits is None and not self.fp8 and self.plan.lossless
 
     def rows(self, name: str, role: str, x: mx.array, positions: np.ndarray, probe: RoleProbe) -> mx.array:
         """The rows after encoding and decoding, in their dtype.
@@ -175,17 +175,18 @@ class Roundtrip:
             self.problems.append(text)
 
 
-def parse_roundtrip(spec: str, sink: int = 0, recent: int = 0) -> Roundtrip:
+def parse_roundtrip(spec: str, sink: int | None = None, recent: int | None = None) -> Roundtrip:
     """A fresh round trip of a spec.
 
     Args:
         spec: a spec of `parse_codec`, or `mlx-N` or `fp8`, both with sink= and recent= if wanted.
-        sink, recent: exact rows where the spec does not say; a lossless codec gets none, since all of its rows are.
+        sink, recent: exact rows where the spec does not say, None for those of `parse_codec`; a lossless codec gets none, since all of its
+            rows are.
 
     Raises:
         ValueError: what is wrong with it, and what exists.
     """
-    if min(sink, recent) < 0:
+    if min(sink or 0, recent or 0) < 0:
         raise ValueError(f"[codec] sink and recent must be at least 0, but got {sink} and {recent}.")
     head, _, rest = spec.partition(",")
     extra = re.fullmatch(r"mlx-(\d+)|fp8", head.strip())
@@ -193,18 +194,28 @@ def parse_roundtrip(spec: str, sink: int = 0, recent: int = 0) -> Roundtrip:
     if extra is not None and fields & {"k", "v", "frame"}:
         raise ValueError(f"[codec] {spec!r}: {head} takes sink=N and recent=N alone.")
     plan = parse_codec(spec if extra is None else f"raw,{rest}" if rest else "raw")
-    lossless = extra is None and isinstance(plan.k, Raw) and isinstance(plan.v, Raw)
-    for name, value in (("sink", sink), ("recent", recent)):
-        if name not in fields and not lossless:
-            plan = CodecPlan(**{**vars(plan), name: value})
+    if extra is not None:
+        # They stand in a plan of raw, whose own exact rows are none.
+        sink, recent = SINK if sink is None else sink, RECENT if recent is None else recent
+    if extra is not None or not plan.lossless:
+        plan = replace(
+            plan,
+            sink=plan.sink if sink is None or "sink" in fields else sink,
+            recent=plan.recent if recent is None or "recent" in fields else recent,
+        )
     if extra is None:
-        return Roundtrip(plan.spec(), plan)
-    shown = ",".join([head.strip(), *(f"{name}={n}" for name, n in (("sink", plan.sink), ("recent", plan.recent)) if n)])
+        return Roundtrip(plan.full_spec(), plan)
+    shown = f"{head.strip()},sink={plan.sink},recent={plan.recent}"
     if extra[1] is None:
         return Roundtrip(shown, plan, fp8=True)
     if int(extra[1]) not in MLX_BITS:
         raise ValueError(f"[codec] {spec!r}: mlx-N has N of {', '.join(map(str, MLX_BITS))}.")
     return Roundtrip(shown, plan, mlx_bits=int(extra[1]))
+
+
+def without_exact_rows(spec: str) -> str:
+    """A spec without its sink= and recent=."""
+    return ",".join(field for field in spec.split(",") if field.partition("=")[0].strip() not in ("sink", "recent"))
 
 
 def affine(x: mx.array, bits: int, group: int) -> tuple[mx.array, int]:

@@ -26,13 +26,12 @@ from kvtool.calibrations import Calibration, resolve
 from kvtool.capturing import check_ids, encode_prompt, token_ids
 from kvtool.model import LoadedModel
 from kvtool.passkeys import check_passkeys, passkey_shares
-from kvtool.roundtrip import parse_roundtrip
+from kvtool.roundtrip import parse_roundtrip, without_exact_rows
 
 PROTOCOLS = ("prefix", "streaming")
 WINDOWS = {"on": ("on",), "off": ("off",), "both": ("on", "off")}
 PREFIX = {"prefix": 1024, "streaming": 128}
 TOKENS = {"prefix": 256, "streaming": 896}
-SINK, RECENT = 4, 32
 ALL = "all"
 
 
@@ -118,8 +117,8 @@ def sweep(
     protocol: Literal["prefix", "streaming"] = "prefix",
     prefix: int | None = None,
     tokens: int | None = None,
-    sink: int = SINK,
-    recent: int = RECENT,
+    sink: int | None = None,
+    recent: int | None = None,
     window: Literal["on", "off", "both"] = "on",
     relative_to: str | None = None,
     passkeys: int = 0,
@@ -136,7 +135,7 @@ def sweep(
         protocol: "prefix" or "streaming", see the module docstring.
         prefix: tokens before the first scored one; 1024 (prefix) or 128 (streaming) when None.
         tokens: positions to score at most, a text; 256 (prefix) or 896 (streaming) when None.
-        sink, recent: exact rows of every lossy codec whose spec does not say.
+        sink, recent: exact rows of every lossy codec whose spec does not say; 4 and 32 when None, as in `parse_codec`.
         window: "on": exact rows as above; "off": none, whatever the spec says; "both": each codec twice.
         relative_to: the codec (one of `codecs`) whose KL the ratios have below the line.
         passkeys: trials a codec, of the shipped models' passkey task, each with its prompt coded once; 0 leaves the column empty.
@@ -192,7 +191,7 @@ def sweep(
     return SweepReport(model.info.name, protocol, before, relative_to, passkeys, rows_of(arms, references, shares), digest)
 
 
-def specs_of(codecs: Sequence[str], sink: int, recent: int, window: str, relative_to: str | None) -> dict[str, str | None]:
+def specs_of(codecs: Sequence[str], sink: int | None, recent: int | None, window: str, relative_to: str | None) -> dict[str, str | None]:
     """The specs to run, exact rows spelled out, and for each the spec that its ratio is relative to.
 
     Raises:
@@ -203,7 +202,7 @@ def specs_of(codecs: Sequence[str], sink: int, recent: int, window: str, relativ
 
     def settled(codec: str, which: str) -> str:
         if which == "off":
-            return parse_roundtrip(",".join(f for f in codec.split(",") if f.partition("=")[0].strip() not in ("sink", "recent"))).spec
+            return parse_roundtrip(without_exact_rows(codec), 0, 0).spec
         return parse_roundtrip(codec, sink, recent).spec
 
     for which in WINDOWS[window]:

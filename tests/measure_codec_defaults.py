@@ -3,8 +3,9 @@
     python -m tests.measure_codec_defaults MODEL_DIR SPEC [SPEC ...]
 
 For each text in tests/texts: 512 tokens are prefilled, their keys and values encoded and decoded, 256 further tokens are teacher-forced
-on them in one call, and the next-token distributions compared with those on the uncoded cache. Exact rows (sink, recent) are kept in
-float16. Run in float32; needs a model with plain KVCaches and one RoPE per layer (SmolLM2: tests/smollm2/make.py).
+on them in one call, and the next-token distributions compared with those on the uncoded cache. Exact rows are kept in float16; a SPEC
+with sink=0,recent=0 has none, as all in the codecs' docstrings that do not say otherwise. Run in float32; needs a model with plain
+KVCaches and one RoPE per layer (SmolLM2: tests/smollm2/make.py).
 """
 
 import sys

@@ -40,7 +40,8 @@ from veloxquant_mlx.transfer.rope import RopeSpec
 
 # Single tokens and chunks, the second chunk longer than what is left of the window.
 GO_ON = (1, 1, 3, 1, WINDOW + 1, 1, 2)
-LOSSY = "rvq-2+2"
+CODES = "rvq-2+2"
+LOSSY = f"{CODES},sink=0,recent=0"
 # A whole, stored and read again; the codec's own error is bounded by its tests. 4 bits, Gaussian: 0.0115 of the energy, 2 % at these sizes.
 FOUR_BITS = 0.03
 
@@ -141,7 +142,7 @@ def test_sliding_window_that_has_moved_on(tmp_path: Path) -> None:
     model, tokens = tiny("llama-sliding"), ids(3 * WINDOW + 5 + sum(GO_ON))
     count = 3 * WINDOW + 5
     path = saved(model, tmp_path / "a.kv", 1)
-    kvtool.save(kvtool.capture(model, tokens[:count]), path, codec=f"{LOSSY},sink=4,recent=4")
+    kvtool.save(kvtool.capture(model, tokens[:count]), path, codec=f"{CODES},sink=4,recent=4")
     with kvtool.open(path) as archive:
         sliding, full = archive.manifest.layers[:2]
         # 52 tokens seen, 15 rows kept; position 0 to 3 are gone, so that nothing of this layer is a sink.
@@ -249,12 +250,12 @@ def test_quantized_cache_is_kept_verbatim(bits: int, tmp_path: Path) -> None:
     assert equal(run(model, restored.cache, tokens[20:], GO_ON), run(model, cache, tokens[20:], GO_ON))
 
 
-@pytest.mark.parametrize("codec", [LOSSY, f"{LOSSY},sink=2,recent=3", f"k={LOSSY},v=raw", f"k=raw,v={LOSSY}"])
+@pytest.mark.parametrize("codec", [LOSSY, f"{CODES},sink=2,recent=3", f"k={CODES},v=raw,sink=0,recent=0", f"k=raw,v={LOSSY}"])
 def test_quantized_cache_under_a_lossy_codec_is_said(codec: str, tmp_path: Path) -> None:
     model, tokens = tiny("qwen3"), ids(20 + sum(GO_ON))
     cache = quantized(model, tokens[:20])
     report = kvtool.save(kvtool.capture(model, cache=cache, tokens=tokens[:20]), tmp_path / "a.kv", codec=codec)
-    lossy = [r for r in "kv" if not codec.startswith(f"k={LOSSY}") or r == "k"] if "k=raw" not in codec else ["v"]
+    lossy = [r for r in "kv" if not codec.startswith(f"k={CODES}") or r == "k"] if "k=raw" not in codec else ["v"]
     assert report.requantised == tuple(f"{i}.{r}" for i in range(2) for r in lossy)
     assert report.quality["requantised"] == list(report.requantised)
     restored = kvtool.load(tmp_path / "a.kv", model)
@@ -303,6 +304,23 @@ def test_exact_rows_are_exact_in_16_bits(dtype: str, tmp_path: Path) -> None:
                 assert 1e-5 < relative(value[:, 4:34], got[:, 4:34]) < FOUR_BITS
                 stored = archive.reader.tensors[f"{layer}.{name}.0.data"]
                 assert stored.dtype == ("BF16" if dtype == "bfloat16" else "F16")
+
+
+def test_a_lossy_codec_keeps_the_first_4_and_the_newest_32_rows_exact(tmp_path: Path) -> None:
+    model = tiny("llama", "float16")
+    snapshot = kvtool.capture(model, ids(50))
+    plain = kvtool.save(snapshot, tmp_path / "raw.kv")
+    for codec, coded in ((CODES, range(4, 18)), (f"{CODES},sink=0", range(18)), (f"{CODES},recent=0", range(4, 50)), (LOSSY, range(50))):
+        report = kvtool.save(snapshot, tmp_path / "a.kv", codec=codec)
+        assert report.codec == parse_codec(codec).full_spec() and report.notes == ()
+        with kvtool.open(tmp_path / "a.kv") as archive:
+            for layer, state in enumerate(snapshot.states):
+                for was, got in ((state.k, archive.state(layer).k), (state.v, archive.state(layer).v)):
+                    assert [i for i in range(50) if not mx.array_equal(was[:, i], got[:, i]).item()] == list(coded)
+    few = kvtool.capture(model, ids(36))
+    report = kvtool.save(few, tmp_path / "a.kv", codec=CODES)
+    assert report.quality is None and report.notes == (f"{CODES},sink=4,recent=32 keeps all 36 tokens exact: none is coded",)
+    assert plain.notes == () and plain.codec == "raw" and kvtool.save(few, tmp_path / "a.kv", codec=CODES, recent=31).notes == ()
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(4, 4), (10, 0), (0, 10), (9, 1), (3, 0), (100, 100)])
@@ -387,7 +405,7 @@ def test_both_frames_decode_to_the_same_keys(dtype: str, tmp_path: Path) -> None
     k = normal(2, 50, 16).astype({"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}[dtype])
     back = {}
     for frame in ("pre", "post"):
-        kvtool.save(synthetic(k, k, ROPE, start=0), tmp_path / "a.kv", codec="rvq-4+4", frame=frame)
+        kvtool.save(synthetic(k, k, ROPE, start=0), tmp_path / "a.kv", codec="rvq-4+4,sink=0,recent=0", frame=frame)
         with kvtool.open(tmp_path / "a.kv") as archive:
             assert [r.segments[0].frame for r in roles(archive.manifest.layers)] == [frame, "post"]
             back[frame] = archive.state(0).k
@@ -401,7 +419,8 @@ def test_many_blocks_are_one_array(frame: str, tmp_path: Path) -> None:
     # 256 values a token: four blocks of tokens, whose keys grow, so that one block's error cannot stand for another's.
     k = normal(8, 3500, 32) * mx.arange(1, 3501)[None, :, None] / 1000
     assert k.size > 3 * BLOCK_VALUES
-    report = kvtool.save(synthetic(k, k, RopeSpec("default", 32, base=10000.0)), tmp_path / "a.kv", codec="rvq-4+4", frame=frame)
+    snapshot = synthetic(k, k, RopeSpec("default", 32, base=10000.0))
+    report = kvtool.save(snapshot, tmp_path / "a.kv", codec="rvq-4+4,sink=0,recent=0", frame=frame)
     with kvtool.open(tmp_path / "a.kv") as archive:
         back = archive.state(0).k
     error = ((f64(k) - f64(back)) ** 2).sum() / (f64(k) ** 2).sum()
@@ -423,7 +442,9 @@ def test_a_frame_that_cannot_be_is_said(tmp_path: Path) -> None:
 def test_a_key_near_the_end_of_float16_does_not_become_infinite(tmp_path: Path) -> None:
     k = mx.clip(normal(1, 40, 16) * 40000, -65504, 65504).astype(mx.float16)
     for frame in ("pre", "post"):
-        kvtool.save(synthetic(k, normal(1, 40, 16).astype(mx.float16), ROPE), tmp_path / "a.kv", codec="rabitq", frame=frame)
+        kvtool.save(
+            synthetic(k, normal(1, 40, 16).astype(mx.float16), ROPE), tmp_path / "a.kv", codec="rabitq,sink=0,recent=0", frame=frame
+        )
         with kvtool.open(tmp_path / "a.kv") as archive:
             assert mx.all(mx.isfinite(archive.state(0).k)).item()
 
@@ -434,7 +455,7 @@ def test_values_a_codec_cannot_take(bad: float, role: str, tmp_path: Path) -> No
     values = {"k": normal(2, 20, 16), "v": normal(2, 20, 16, seed=1)}
     values[role][1, 7, 3] = bad
     old = saved(tiny("llama"), tmp_path / "old.kv", 5).read_bytes()
-    for codec in (LOSSY, "rabitq", f"{LOSSY},recent=4"):
+    for codec in (LOSSY, "rabitq,sink=0,recent=0", f"{CODES},recent=4"):
         for target in ("new.kv", "old.kv"):
             with pytest.raises(ValueError, match="raw"):
                 kvtool.save(synthetic(values["k"], values["v"], ROPE), tmp_path / target, codec=codec)
@@ -450,12 +471,12 @@ def test_exact_rows_beyond_float16(value: float, tmp_path: Path) -> None:
     k = normal(2, 20, 16)
     k[0, 1, 3] = value
     with pytest.raises(ValueError, match=r"positions 0 to 3 .*beyond float16"):
-        kvtool.save(synthetic(k, normal(2, 20, 16)), tmp_path / "a.kv", codec=f"k={LOSSY},v=raw,sink=4")
+        kvtool.save(synthetic(k, normal(2, 20, 16)), tmp_path / "a.kv", codec=f"k={CODES},v=raw")
     assert os.listdir(tmp_path) == []
     if value == value:
         # The cache's own range holds it: bfloat16 rows stay bfloat16, float32 ones have the codec.
         for plain, options in ((k.astype(mx.bfloat16), {"sink": 4}), (k, {})):
-            kvtool.save(synthetic(plain, normal(2, 20, 16)), tmp_path / "a.kv", codec=f"k={LOSSY},v=raw", **options)
+            kvtool.save(synthetic(plain, normal(2, 20, 16)), tmp_path / "a.kv", codec=f"k={CODES},v=raw,sink=0,recent=0", **options)
             with kvtool.open(tmp_path / "a.kv") as archive:
                 assert relative(plain[0, 1], archive.state(0).k[0, 1]) < 0.2
 
@@ -463,7 +484,9 @@ def test_exact_rows_beyond_float16(value: float, tmp_path: Path) -> None:
 # --- reports ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["rvq-2+2", "rvq-4,frame=pre", "rabitq", "k=rabitq,v=rvq-2+2,sink=2,recent=5", "k=raw,v=rvq-2"])
+@pytest.mark.parametrize(
+    "codec", [LOSSY, "rvq-4,frame=pre,sink=0,recent=0", "rabitq,recent=5", "k=rabitq,v=rvq-2+2,sink=2,recent=5", "k=raw,v=rvq-2,recent=0"]
+)
 def test_quality_record_is_the_error_that_a_reader_finds(codec: str, tmp_path: Path) -> None:
     model = tiny("gemma3_text")
     snapshot = kvtool.capture(model, ids(60))
@@ -471,7 +494,7 @@ def test_quality_record_is_the_error_that_a_reader_finds(codec: str, tmp_path: P
     with kvtool.open(tmp_path / "a.kv") as archive:
         assert archive.manifest.quality == (report.quality,)
         record, plan = report.quality, parse_codec(codec)
-        assert record["step"] == "encode" and parse_codec(record["codec"]) == plan
+        assert record["step"] == "encode" and record["codec"] == report.codec == plan.full_spec() and parse_codec(record["codec"]) == plan
         for name in "kv":
             if codec.startswith("k=raw") and name == "k":
                 assert "k_relative_error" not in record
@@ -507,13 +530,13 @@ def test_report_and_file_agree(tmp_path: Path) -> None:
             assert report.file_bytes == reader.header_bytes + padded
             assert reader.manifest.length == report.tokens and reader.manifest.tokens.ids == snapshot.tokens
             assert reader.manifest.model == model.info
-    assert report.codec == f"{LOSSY}"
+    assert report.codec == LOSSY
     json.dumps(report.quality)
 
 
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     model = tiny("qwen3_next")
-    for codec in ("raw", f"{LOSSY},sink=2", "rabitq"):
+    for codec in ("raw", f"{CODES},sink=2,recent=0", "rabitq,sink=0,recent=0"):
         for name in ("a.kv", "b.kv"):
             kvtool.save(kvtool.capture(model, ids(30)), tmp_path / name, codec=codec)
         assert (tmp_path / "a.kv").read_bytes() == (tmp_path / "b.kv").read_bytes()

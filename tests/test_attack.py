@@ -34,7 +34,7 @@ MAIN = [sys.executable, "-c", "from kvtool.cli import main; main()"]
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("source") / "a.kv"
-    assert run(["export", "--model", "tiny-a", "--prompt", PROMPT, "--codec", "rvq-2+2,frame=pre", "-o", str(path)]) == 0
+    assert run(["export", "--model", "tiny-a", "--prompt", PROMPT, "--codec", "rvq-2+2,frame=pre,sink=0,recent=0", "-o", str(path)]) == 0
     return path
 
 
@@ -286,7 +286,8 @@ def test_closed_standard_streams(source: Path, tmp_path: Path) -> None:
 
         return act
 
-    export = [*MAIN, "export", "--model", "tiny-a", "--prompt", PROMPT, "--codec", "rvq-2+2,frame=pre", "-o", str(tmp_path / "x.kv")]
+    codec = ["--codec", "rvq-2+2,frame=pre,sink=0,recent=0"]
+    export = [*MAIN, "export", "--model", "tiny-a", "--prompt", PROMPT, *codec, "-o", str(tmp_path / "x.kv")]
     subprocess.run(export, preexec_fn=close(0, 1, 2), check=True)
     assert (tmp_path / "x.kv").read_bytes() == source.read_bytes()
     piped = [*MAIN, "export", "--model", "tiny-a", "--prompt-file", "-", "-o", str(tmp_path / "y.kv")]

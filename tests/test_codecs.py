@@ -378,8 +378,10 @@ def test_inner_products_average_to_the_true_one(spec: str, factor: float) -> Non
         "rvq-2+2",
         "rvq-4",
         "rabitq",
-        "rvq-2+2,sink=4,recent=32",
-        "k=rabitq,v=rvq-2+2,sink=4,recent=32,frame=pre",
+        "rvq-2+2,sink=0,recent=0",
+        "rvq-4,sink=0",
+        "raw,sink=4",
+        "k=rabitq,v=rvq-2+2,sink=2,recent=8,frame=pre",
         "k=raw,v=rvq-4",
         "k=rvq-2+2:unbiased:seed=9,v=rvq-2+2:ls:nocenter",
         "rabitq,frame=post",
@@ -393,6 +395,21 @@ def test_spec_strings_round_trip(spec: str) -> None:
         parse_codec(f"k={plan.k.spec()},v=raw").k, parse_codec(f"k=raw,v={plan.v.spec()}").v, plan.sink, plan.recent, plan.frame
     )
     assert full == plan
+
+
+def test_a_lossy_codec_keeps_some_rows_exact_where_its_spec_does_not_say() -> None:
+    for spec, exact, short, full in (
+        ("raw", (0, 0), "raw", "raw"),
+        ("k=raw,v=raw,recent=3", (0, 3), "raw,recent=3", "raw,recent=3"),
+        ("rvq-4", (4, 32), "rvq-4", "rvq-4,sink=4,recent=32"),
+        ("rvq-4,sink=4,recent=32", (4, 32), "rvq-4", "rvq-4,sink=4,recent=32"),
+        ("k=raw,v=rvq-4,sink=0", (0, 32), "k=raw,v=rvq-4,sink=0", "k=raw,v=rvq-4,sink=0,recent=32"),
+        ("k=rvq-4,v=raw,recent=5", (4, 5), "k=rvq-4,v=raw,recent=5", "k=rvq-4,v=raw,sink=4,recent=5"),
+        ("tc-2,sink=0,recent=0", (0, 0), "tc-2,sink=0,recent=0", "tc-2,sink=0,recent=0"),
+    ):
+        plan = parse_codec(spec)
+        assert ((plan.sink, plan.recent), plan.spec(), plan.full_spec()) == (exact, short, full)
+        assert parse_codec(short) == parse_codec(full) == plan
 
 
 def test_a_codec_may_be_overridden_for_one_role() -> None:

@@ -303,7 +303,7 @@ def test_files_hold_exactly_what_the_codec_gives(tmp_path: Path) -> None:
 
 
 def test_specs_round_trip() -> None:
-    for spec in ("vecinfer-2", "vecinfer-1,sink=4", "k=vecinfer-1.25,v=vecinfer-1.5:smooth", "k=vecinfer-2:nosmooth,v=raw"):
+    for spec in ("vecinfer-2", "vecinfer-1,sink=0", "k=vecinfer-1.25,v=vecinfer-1.5:smooth", "k=vecinfer-2:nosmooth,v=raw"):
         assert parse_codec(spec).spec() == spec
     plan = parse_codec("vecinfer-1.5")
     assert (plan.k, plan.v) == (VecInfer(4, 6, True), VecInfer(4, 6, False))

@@ -164,7 +164,7 @@ def test_scores_refuse_other_planes_and_shapes() -> None:
 
 @pytest.mark.parametrize("change", ({"rope_theta": 300000.0}, {"shift": 1000}), ids=str)
 def test_recode_leaves_every_tensor_byte(change: dict, tmp_path: Path) -> None:
-    saved(tiny("llama"), tmp_path / "a.kv", 40, codec="commvq-2")
+    saved(tiny("llama"), tmp_path / "a.kv", 40, codec="commvq-2,sink=0,recent=0")
     report = kvtool.recode(tmp_path / "a.kv", tmp_path / "b.kv", **change)
     assert report.quality["reencoded"] == []
     with open_container(tmp_path / "a.kv") as a, open_container(tmp_path / "b.kv") as b:
@@ -183,7 +183,7 @@ def test_recode_leaves_every_tensor_byte(change: dict, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ("phi3", "glm4"))
 def test_partly_rotated_rows_get_the_ropes_planes(family: str, tmp_path: Path) -> None:
-    saved(tiny(family), tmp_path / "a.kv", 24, codec="commvq-2")
+    saved(tiny(family), tmp_path / "a.kv", 24, codec="commvq-2,sink=0,recent=0")
     with kvtool.open(tmp_path / "a.kv") as archive:
         role = archive.manifest.layers[0].k
         rope = RopeSpec.from_json(archive.manifest.ropes[role.rope])
@@ -219,7 +219,7 @@ def test_wrong_specs(spec: str) -> None:
 
 
 def test_specs_round_trip_and_values_are_rvq() -> None:
-    for spec in ("commvq-2", "k=commvq-2.25:first=0:dims=16,v=raw,sink=4"):
+    for spec in ("commvq-2", "k=commvq-2.25:first=0:dims=16,v=raw,sink=0"):
         assert parse_codec(spec).spec() == spec
     assert parse_codec("commvq-1").v == parse_codec("rvq-4").v
 

@@ -382,7 +382,7 @@ def test_layers_share_stages() -> None:
 
 
 def test_specs_round_trip_and_values_are_rvq() -> None:
-    for spec in ("commvq-2:additive", "k=commvq-1.5:additive:carry,v=raw,sink=4"):
+    for spec in ("commvq-2:additive", "k=commvq-1.5:additive:carry,v=raw,sink=0"):
         assert parse_codec(spec).spec() == spec
     assert parse_codec("commvq-1:additive").v == parse_codec("rvq-4").v
     assert parse_codec("commvq-1").k.id == "commvq"

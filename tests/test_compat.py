@@ -420,7 +420,7 @@ def test_window_is_not_only_a_number(tmp_path: Path) -> None:
 
 def test_archive_check_reads_no_tensor(tmp_path: Path, _reads: list[str]) -> None:
     model = tiny("gemma3_text")
-    saved(model, tmp_path / "a.kv", 24, codec="rvq-2+2")
+    saved(model, tmp_path / "a.kv", 24, codec="rvq-2+2,sink=0,recent=0")
     with kvtool.open(tmp_path / "a.kv") as archive:
         assert len(archive.check(model)) == 4 and _reads == []
     with open_container(tmp_path / "a.kv") as reader:

@@ -22,7 +22,6 @@ from formats.container import TensorPlan, open_container, write_container
 from formats.manifest import ITEM_BYTES, Manifest, Tokens, parse, to_json
 from tests.container_cases import (
     NUMPY,
-    PREFIX,
     forge,
     outer_text,
     plain_read,

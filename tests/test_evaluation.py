@@ -37,7 +37,7 @@ def test_raw_file_scores_as_the_own_prefill(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_scores_are_those_of_the_logits(family: str, tmp_path: Path) -> None:
     model, text = tiny(family), ids(TEXT, 3)
-    path = saved(model, tmp_path / "a.kv", PREFIX, codec="rvq-2")
+    path = saved(model, tmp_path / "a.kv", PREFIX, codec="rvq-2,sink=0,recent=0")
     report = kvtool.evaluate(path, model, text)
     usable = report.prefix
     fed, targets = text[:-1], np.array(text[1:])
@@ -62,7 +62,7 @@ def test_more_bits_are_closer(tmp_path: Path) -> None:
         kvtool.evaluate(saved(model, tmp_path / "a.kv", PREFIX, codec=codec), model, ids(TEXT, 3), arms=("transferred",))
         .arm("transferred")
         .kl
-        for codec in ("rvq-2", "rvq-4", "rvq-4+4", "raw")
+        for codec in ("rvq-2,recent=0", "rvq-4,recent=0", "rvq-4+4,recent=0", "raw")
     ]
     assert kls == sorted(kls, reverse=True) and kls[-1] == 0.0 < kls[-2]
 
@@ -70,7 +70,7 @@ def test_more_bits_are_closer(tmp_path: Path) -> None:
 def test_long_texts_are_scored_in_chunks_that_change_nothing(tmp_path: Path) -> None:
     model = tiny("llama")
     text = ids(2 * CHUNK + 10, 3)
-    path = saved(model, tmp_path / "a.kv", PREFIX, codec="rvq-2")
+    path = saved(model, tmp_path / "a.kv", PREFIX, codec="rvq-2,sink=0,recent=0")
     seen: list[tuple[int, int]] = []
     report = kvtool.evaluate(path, model, text, tokens=10_000, progress=lambda *a: seen.append(a))
     assert report.n == len(text) - 1 and seen == [(CHUNK, report.n), (2 * CHUNK, report.n), (report.n, report.n)]

@@ -88,7 +88,7 @@ def test_case_16_mixed_layers_under_a_lossy_codec(family: str, tmp_path: Path) -
     """A model of sliding, chunked and full layers could not be quantised at all, or quantised some layers without a word. Here every
     attention layer is coded, recurrent states are kept as they are and named, and each layer comes back as its own class."""
     model, tokens = tiny(family), ids(2 * WINDOW + 5)
-    report = kvtool.save(kvtool.capture(model, tokens), tmp_path / "a.kv", codec="rvq-4+4")
+    report = kvtool.save(kvtool.capture(model, tokens), tmp_path / "a.kv", codec="rvq-4+4,sink=0,recent=0")
     found = roles(tmp_path / "a.kv")
     with kvtool.open(tmp_path / "a.kv") as archive:
         codecs = archive.manifest.codecs
@@ -159,7 +159,7 @@ def test_case_18_layers_of_different_head_size(count: int, tmp_path: Path) -> No
     reference = fill(model, tokens[:usable], [usable - 1, 1])
     got = run(model, restored.cache, tokens[usable:], [1] * (count - usable) + [1, 3, 1])
     assert all(map(mx.array_equal, got, run(model, reference, tokens[usable:], [1] * (count - usable) + [1, 3, 1])))
-    kvtool.save(kvtool.capture(model, tokens[:count]), tmp_path / "b.kv", codec="rvq-2+2")
+    kvtool.save(kvtool.capture(model, tokens[:count]), tmp_path / "b.kv", codec="rvq-2+2,sink=0,recent=0")
     assert kvtool.load(tmp_path / "b.kv", model).usable == usable
 
 
@@ -218,7 +218,7 @@ def test_case_31_the_codec_and_its_error_are_never_silent(tmp_path: Path, capsys
     assert reports["raw", "export"]["codec"] == "raw" and reports["raw", "export"]["quality"] is None
     assert all(not reports["raw", c]["quality"] for c in ("inspect", "import", "eval"))
     error = reports["rvq-3", "export"]["quality"]
-    assert error["codec"] == "rvq-3" and 0.001 < error["v_relative_error"] < 0.1
+    assert error["codec"] == "rvq-3,sink=4,recent=32" and 0.001 < error["v_relative_error"] < 0.1
     assert all(reports["rvq-3", c]["quality"] == [error] for c in ("inspect", "import", "eval"))
     assert cli(["import", str(names["rvq-3"]), "--model", "tiny-a", "--max-tokens", "2"]) == 0
     assert "rvq-3" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from tests.library import fill as filled
 from tests.library import ids, rewrite, saved, tiny, twin
 
 COUNT = 24
-LOSSY = "rvq-2+2,frame=pre,sink=2"
+LOSSY = "rvq-2+2,frame=pre,sink=2,recent=0"
 Edit = Callable[[dict[str, Any]], None]
 
 
@@ -35,11 +35,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Pa
     kinds = {
         "raw": ("llama", "raw"),
         "rvq": ("llama", LOSSY),
-        "rabitq": ("llama", "rabitq"),
-        "plain": ("llama", "rvq-4:nocenter"),
+        "rabitq": ("llama", "rabitq,sink=0,recent=0"),
+        "plain": ("llama", "rvq-4:nocenter,sink=0,recent=0"),
         "sliding": ("gemma3_text", LOSSY),
         "chunked": ("llama4", "raw"),
-        "state": ("lfm2", "rvq-4"),
+        "state": ("lfm2", "rvq-4,sink=0,recent=0"),
         "list": ("falcon_h1", "raw"),
     }
     found = {kind: (family, saved(tiny(family), root / f"{kind}.kv", COUNT, codec=codec)) for kind, (family, codec) in kinds.items()}
@@ -68,7 +68,7 @@ def use(path: Path, family: str, out: Path) -> list[str]:
         "decode": lambda: decode(path),
         "shift": lambda: kvtool.recode(path, out, shift=3),
         "theta": lambda: kvtool.recode(path, out, rope_theta=5e5),
-        "transcode": lambda: kvtool.recode(path, out, codec="rvq-4"),
+        "transcode": lambda: kvtool.recode(path, out, codec="rvq-4,sink=0,recent=0"),
         "to model": lambda: kvtool.recode(path, out, to_model=tiny(family)),
         "compare": lambda: compare(path),
     }
@@ -321,7 +321,7 @@ def test_a_large_odd_head_does_not_make_a_large_matrix(tmp_path: Path) -> None:
     def widen(m: dict[str, Any]) -> None:
         m["layers"][0]["k"].update(dim=30001)
 
-    source = saved(tiny("llama"), tmp_path / "hostile.kv", 8, codec="rvq-1,frame=post")
+    source = saved(tiny("llama"), tmp_path / "hostile.kv", 8, codec="rvq-1,frame=post,sink=0,recent=0")
     tensors = {
         "0.k.0.codes": ("U8", np.zeros((2, 8, 3751), np.uint8)),
         "0.k.0.mean": ("BF16", np.zeros((2, 30001), np.uint16)),

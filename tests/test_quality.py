@@ -17,7 +17,7 @@ from kvtool.model import LoadedModel
 from kvtool.quality import LADDERS, Quality, smallest_rate
 from kvtool.roundtrip import Roundtrip, parse_roundtrip
 from tests.texts import text
-from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.codecs import CodecPlan, parse_codec
 
 PLAN = parse_codec("raw,sink=4,recent=16")
 
@@ -54,7 +54,7 @@ def test_the_smallest_rate_below_the_limit(
     monkeypatch.setattr(TextArms, "arm", curve)
     found = smallest_rate(tiny_a, snapshot, limit, family=family, plan=PLAN, calibration=Calibration.__new__(Calibration))
     want = next(rate for rate in LADDERS[family] if 4 ** (1 - float(rate)) <= limit)
-    assert found.plan.spec() == f"{family}-{want},sink=4,recent=16" and found.kl == 4 ** (1 - float(want)) <= limit
+    assert found.plan.full_spec() == f"{family}-{want},sink=4,recent=16" and found.kl == 4 ** (1 - float(want)) <= limit
     assert len(found.tried) <= 1 + len(LADDERS[family]).bit_length()
     with pytest.raises(QualityError, match="highest rate"):
         smallest_rate(tiny_a, snapshot, 4.0**-9, family=family, plan=PLAN, calibration=Calibration.__new__(Calibration))
@@ -99,3 +99,20 @@ def test_export(calibration: Calibration, tmp_path: Path, capsys: pytest.Capture
     for wrong in ("kl", "kl=x", "kl=-1", "ppl=1", "kl=inf"):
         assert run([*export, "--quality", wrong]) == 2
     assert run([*export, "--codec", "rvq-4", "--quality", "kl=1"]) == 2
+
+
+@pytest.mark.parametrize(("options", "exact"), [([], (4, 32)), (["--codec", "tc-2,recent=0"], (4, 0)), (["--sink", "0"], (0, 32))])
+def test_export_measures_with_the_exact_rows_of_a_lossy_codec(
+    options: list[str], exact: tuple[int, int], calibration: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a codec --quality means tcz, not the default raw, which keeps no row apart."""
+    asked: list[tuple[str, int, int]] = []
+
+    def note(*_: object, family: str, plan: CodecPlan, **__: object) -> None:
+        asked.append((family, plan.sink, plan.recent))
+        raise QualityError("noted")
+
+    monkeypatch.setattr("kvtool.quality.smallest_rate", note)
+    export = ["export", "--model", "tiny-a", "--prompt", "A prompt.", "-o", str(tmp_path / "x.kv"), "--quality", "kl=1"]
+    assert run([*export, *options, "--calibration", str(calibration.path)]) == 7
+    assert asked == [("tc" if "--codec" in options else "tcz", *exact)]

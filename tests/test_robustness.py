@@ -137,7 +137,14 @@ def test_relative_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codecs", "message"), [([], "at least one"), (["nope"], "no codec"), (["fp8", "fp8"], "twice"), (["mlx-5"], "2, 3, 4, 6, 8")]
+    ("codecs", "message"),
+    [
+        ([], "at least one"),
+        (["nope"], "no codec"),
+        (["fp8", "fp8"], "twice"),
+        (["rvq-4", "rvq-4,sink=0"], "rvq-4 is given twice"),
+        (["mlx-5"], "2, 3, 4, 6, 8"),
+    ],
 )
 def test_wrong_arguments(codecs: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):

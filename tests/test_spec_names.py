@@ -72,7 +72,7 @@ def test_no_codec_decodes_beyond_the_stated_limit() -> None:
 def test_a_model_refuses_rows_beyond_its_tokens_before_a_byte_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What bounds the memory of a load: the header's H, D and S against the model and the number of token ids."""
     model = tiny("llama")
-    path = saved(model, tmp_path / "a.kv", 12, codec="rvq-4")
+    path = saved(model, tmp_path / "a.kv", 12, codec="rvq-4,sink=0,recent=0")
 
     def longer(manifest: dict) -> None:
         for layer in manifest["layers"]:

@@ -159,7 +159,7 @@ def test_streaming_one_token_by_hand() -> None:
 
 def test_scores_are_those_of_the_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every column by hand from the logits and attention outputs of one forward: what precedes the first scored token does not count."""
-    before, n, spec = 20, 40, "rvq-2,recent=8"
+    before, n, spec = 20, 40, "rvq-2,sink=0,recent=8"
     ids = list(token_ids()[: before + n + 1])
     places: list[list[int]] = []
     rows = Roundtrip.rows
@@ -169,7 +169,7 @@ def test_scores_are_those_of_the_forwards(monkeypatch: pytest.MonkeyPatch) -> No
         return rows(self, name, role, x, positions, probe)
 
     monkeypatch.setattr(Roundtrip, "rows", noting)
-    found = kvtool.sweep(model(), {"t": ids}, [spec], protocol="streaming", prefix=before, tokens=n, sink=0).row(spec)
+    found = kvtool.sweep(model(), {"t": ids}, [spec], protocol="streaming", prefix=before, tokens=n).row(spec)
     assert places == [list(range(before + n - 8))] * 8
     outputs: list[np.ndarray] = []
     attention = type(model().model.layers[0].self_attn)
@@ -241,9 +241,9 @@ def test_a_codec_that_refuses_leaves_the_others(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Rvq, "encode", refuse)
     for protocol in ("prefix", "streaming"):
         found = kvtool.sweep(model(), {"t": token_ids()}, ["rvq-2", "fp8"], protocol=protocol, prefix=20, tokens=3, window="off")  # type: ignore[arg-type]
-        refused = found.row("rvq-2")
+        refused = found.row("rvq-2,sink=0,recent=0")
         assert refused.kl is None is refused.bits is refused.attention_error and "0.k: [rvq] 3 values" in refused.note
-        assert (found.row("fp8").kl or 0) > 0 and not found.row("fp8").note
+        assert (found.row("fp8,sink=0,recent=0").kl or 0) > 0 and not found.row("fp8,sink=0,recent=0").note
 
 
 def test_texts_are_joined_and_runs_repeat() -> None:
@@ -253,8 +253,8 @@ def test_texts_are_joined_and_runs_repeat() -> None:
         kvtool.sweep(model(), texts, ["rvq-2"], protocol="streaming", prefix=20, tokens=50, sink=0, recent=4) for _ in range(2)
     )
     assert [asdict(r) | {"seconds": 0} for r in first.rows] == [asdict(r) | {"seconds": 0} for r in second.rows]
-    a, b, both = (first.row("rvq-2,recent=4", name) for name in ("a", "b", "all"))
-    assert [r.text for r in first.rows] == ["a", "b", "all"] * 2 and first.row("rvq-2,recent=4") == both
+    a, b, both = (first.row("rvq-2,sink=0,recent=4", name) for name in ("a", "b", "all"))
+    assert [r.text for r in first.rows] == ["a", "b", "all"] * 2 and first.row("rvq-2,sink=0,recent=4") == both
     assert (a.n, b.n, both.n) == (39, 50, 89)
     # Each text weighs the same, though b is longer.
     for column in ("kl", "top1"):
@@ -277,7 +277,7 @@ def test_models_with_other_layers(family: str) -> None:
     other = tiny(family)
     ids = list(range(1, 60))
     found = kvtool.sweep(other, {"t": ids}, ["raw", "rvq-2"], prefix=30, window="off")
-    assert found.row("raw").kl == 0.0 < (found.row("rvq-2").kl or 0)
+    assert found.row("raw").kl == 0.0 < (found.row("rvq-2,sink=0,recent=0").kl or 0)
     with pytest.raises(IncompatibleError, match="full attention"):
         kvtool.sweep(other, {"t": ids}, ["rvq-2"], protocol="streaming", prefix=30)
 
@@ -328,16 +328,25 @@ def test_16_bit_models(dtype: str) -> None:
         found = kvtool.sweep(
             tiny("llama", dtype), {"t": list(range(1, 60))}, ["raw", "rvq-2", "fp8"], protocol=protocol, prefix=30, window="off"
         )  # type: ignore[arg-type]
-        kl = [found.row(spec).kl or 0.0 for spec in ("raw", "fp8", "rvq-2")]
+        kl = [found.row(spec).kl or 0.0 for spec in ("raw", "fp8,sink=0,recent=0", "rvq-2,sink=0,recent=0")]
         assert found.row("raw").bits == 16 == found.row(OWN).bits and kl == sorted(kl) and kl[0] < 0.01 * kl[2]
 
 
 def test_spec_says_what_the_options_do_not() -> None:
-    assert parse_roundtrip("mlx-4", 4, 32).spec == "mlx-4,sink=4,recent=32"
-    assert parse_roundtrip("fp8,recent=1", 4, 32).spec == "fp8,sink=4,recent=1"
+    for spec, options, full in (
+        ("rvq-4", (), "rvq-4,sink=4,recent=32"),
+        ("mlx-4", (), "mlx-4,sink=4,recent=32"),
+        ("fp8,recent=1", (), "fp8,sink=4,recent=1"),
+        ("fp8,recent=1", (2, 3), "fp8,sink=2,recent=1"),
+        ("rvq-2+2,sink=0", (2, 3), "rvq-2+2,sink=0,recent=3"),
+        ("mlx-4", (0, 0), "mlx-4,sink=0,recent=0"),
+        ("rvq-4", (0, None), "rvq-4,sink=0,recent=32"),
+        ("raw", (2, 3), "raw"),
+    ):
+        trip = parse_roundtrip(spec, *options)
+        assert trip.spec == full and (again := parse_roundtrip(full)).spec == full and again.plan == trip.plan
     with pytest.raises(KeyError, match="own, raw"):
         report("prefix").row("rvq-9")
-    assert parse_roundtrip("rvq-2+2,sink=0", 4, 32).spec == "rvq-2+2,recent=32"
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,7 +374,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "ratio" not in lines[1] and "passkey" not in lines[1]
     assert run([*base, "--prefix", "40", "--n", "70", "--window", "both", "--relative-to", "mlx-4", "--passkeys", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[4:]] == ["k=rvq-4,v=rvq-2", "mlx-4,sink=4,recent=32", "mlx-4"]
+    assert [line.split()[0] for line in lines[4:]] == ["k=rvq-4,v=rvq-2,sink=0,recent=0", "mlx-4,sink=4,recent=32", "mlx-4,sink=0,recent=0"]
     assert all("1.000 [1.000, 1.000]" in line for line in lines[-2:]) and "1 passkeys" in lines[0]
 
 
@@ -429,9 +438,13 @@ def test_ratio_of_a_codec_to_itself_and_to_others() -> None:
         window="both",
     )
     assert found.relative_to == "mlx-4"
-    assert [r.codec for r in found.rows[::3]] == [OWN, "rvq-2,sink=4,recent=8", "rvq-2", "mlx-4,sink=4,recent=8", "mlx-4", "raw"]
+    assert [r.codec for r in found.rows[::3]] == [
+        OWN,
+        *(f"{codec},{rows}" for codec in ("rvq-2", "mlx-4") for rows in ("sink=4,recent=8", "sink=0,recent=0")),
+        "raw",
+    ]
     for name in ("a", "b", "all"):
-        for window in (",sink=4,recent=8", ""):
+        for window in (",sink=4,recent=8", ",sink=0,recent=0"):
             reference, other = (found.row(spec + window, name) for spec in ("mlx-4", "rvq-2"))
             assert (reference.ratio, reference.ratio_low, reference.ratio_high) == (1.0, 1.0, 1.0)
             assert other.ratio == pytest.approx((other.kl or 0) / (reference.kl or 1), rel=1e-12)
@@ -482,7 +495,7 @@ def test_passkeys() -> None:
     trials = make_trials(model().tokenizer, 2, prompt_tokens=PROMPT, seed=SEED)
     own = accuracy(trials, own_prefill(model().model))
     assert found.row(OWN).passkey == found.row("raw").passkey == own == 1.0 and found.passkeys == 2
-    assert (found.row("rvq-1:norm:nocenter").passkey or 0) < own
+    assert (found.row("rvq-1:norm:nocenter,sink=0,recent=0").passkey or 0) < own
     for trial in trials:
         assert model().tokenizer.decode(question_of(model(), trial)).endswith(" is ")
     assert kvtool.sweep(model(), {"t": token_ids()}, ["raw"], **options).row("raw").passkey is None
@@ -494,7 +507,7 @@ def test_passkeys_are_asked_of_all_that_precedes_the_question() -> None:
     trips: list[Roundtrip] = []
 
     def make() -> Roundtrip:
-        trips.append(parse_roundtrip("rvq-4", 4, 32))
+        trips.append(parse_roundtrip("rvq-4"))
         return trips[-1]
 
     passkey_shares(model(), [make], 2, prompt_tokens=200)
@@ -542,10 +555,10 @@ def test_all_is_the_mean_of_the_texts() -> None:
 
 
 def test_lossless_codecs_have_no_window() -> None:
-    specs = specs_of(["raw", "rvq-4,sink=0,recent=0", "fp8"], 4, 32, "both", "fp8")
+    specs = specs_of(["raw", "rvq-4,sink=0,recent=0", "fp8"], None, None, "both", "fp8")
     assert specs == {
         "raw": "fp8,sink=4,recent=32",
-        "rvq-4": "fp8,sink=4,recent=32",
+        "rvq-4,sink=0,recent=0": "fp8,sink=4,recent=32",
         "fp8,sink=4,recent=32": "fp8,sink=4,recent=32",
-        "fp8": "fp8",
+        "fp8,sink=0,recent=0": "fp8,sink=0,recent=0",
     }

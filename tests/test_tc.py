@@ -319,7 +319,7 @@ def test_without_tables_it_says_what_it_needs() -> None:
         bound("tc-2")[0].with_tables({})
 
 
-@pytest.mark.parametrize("spec", ("tc-2", "tc-1.25:carry", "tc-2.05:seed=7", "k=tc-3,v=raw", "tc-2,sink=4,recent=32"))
+@pytest.mark.parametrize("spec", ("tc-2", "tc-1.25:carry", "tc-2.05:seed=7", "k=tc-3,v=raw", "tc-2,sink=0,recent=16"))
 def test_spec_strings_round_trip(spec: str) -> None:
     assert parse_codec(spec).spec() == spec
 

@@ -24,8 +24,12 @@ dtype_option = click.option(
     show_default=True,
     help="Dtype the model runs in; auto is float32 on a Linux CPU, as stored elsewhere.",
 )
-sink_option = click.option("--sink", type=click.IntRange(0), metavar="N", help="Keep the first N tokens exact (lossy codecs).")
-recent_option = click.option("--recent", type=click.IntRange(0), metavar="N", help="Keep the newest N tokens exact (lossy codecs).")
+sink_option = click.option(
+    "--sink", type=click.IntRange(0), metavar="N", help="Keep the first N tokens exact; 4 of a lossy codec that does not say."
+)
+recent_option = click.option(
+    "--recent", type=click.IntRange(0), metavar="N", help="Keep the newest N tokens exact; 32 of a lossy codec that does not say."
+)
 frame_option = click.option("--frame", type=click.Choice(["pre", "post"]), help="Store keys before RoPE (pre) or as cached (post).")
 
 calibration_option = click.option(

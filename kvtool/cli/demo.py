@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtool.capturing import Snapshot
     from kvtool.model import LoadedModel
 
-CODECS = ("raw", "rvq-4", "rvq-2+2", "rvq-2+2,sink=4,recent=32", "rabitq,sink=4,recent=32")
+CODECS = ("raw", "rvq-4", "rvq-2+2", "rvq-2+2,sink=0,recent=0", "rabitq")
 QUESTION = " What is the passkey? The passkey is "
 
 
@@ -104,7 +104,7 @@ def _codecs(model: "LoadedModel", prompt: Prompt, folder: Path, progress: Callab
     scores = score_caches(model, caches, prompt.rest, len(prompt.rest) - 1, None)
     for row in rows:
         row["kl"] = float(scores[row["codec"]]["kl"].mean())
-    save(snapshot, folder / "transfer.kv", codec="rvq-2+2,sink=4,recent=32")
+    save(snapshot, folder / "transfer.kv", codec="rvq-2+2")
     return {
         "model": model.info.name,
         "tokens": len(prompt.ids),
@@ -151,6 +151,6 @@ def _text(data: dict[str, Any]) -> str:
     wide = data["cache_bytes"] == 2 * data["fp16_bytes"]
     lines.append("share: of the cache at 16 bits a value" + ("; the cache itself is float32 here, twice that" if wide else ""))
     if data["transfer"]:
-        lines += ["", f"the rvq-2+2,sink=4,recent=32 file in {data['transfer'][0]['to']}:"]
+        lines += ["", f"the rvq-2+2 file in {data['transfer'][0]['to']}:"]
         lines += [f"{row['what']:<34} {row['answer']}" for row in data["transfer"]]
     return "\n".join(lines)

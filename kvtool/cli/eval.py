@@ -49,10 +49,10 @@ SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "
     "--prefix", type=click.IntRange(1), metavar="N", help="Sweep: tokens before the first scored one; 1024 (prefix) or 128 (streaming)."
 )
 @click.option(
-    "--sink", type=click.IntRange(0), default=4, show_default=True, metavar="N", help="Sweep: first tokens kept exact (lossy codecs)."
+    "--sink", type=click.IntRange(0), metavar="N", help="Sweep: first tokens kept exact by lossy codecs that do not say; 4 by default."
 )
 @click.option(
-    "--recent", type=click.IntRange(0), default=32, show_default=True, metavar="N", help="Sweep: newest tokens kept exact (lossy codecs)."
+    "--recent", type=click.IntRange(0), metavar="N", help="Sweep: newest tokens kept exact by lossy codecs that do not say; 32 by default."
 )
 @click.option(
     "--window",

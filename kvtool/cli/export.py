@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     default="raw",
     show_default=True,
     metavar="SPEC",
-    help="raw, rvq-4, rvq-2+2, rabitq-3, affine-4, commvq-2, vecinfer-2, qjl-2, tc-2, tcz-1, k=commvq-2,v=rvq-4, ...; see the README.",
+    help="raw, rvq-4, rvq-2+2, rabitq-3, affine-4, commvq-2, vecinfer-2, qjl-2, tc-2, tcz-1, k=commvq-2,v=rvq-4, ...; see the README. "
+    "All but raw keep the first 4 and the newest 32 tokens exact; with ,sink=0,recent=0 none.",
 )
 @click.option(
     "--calibration",
@@ -94,7 +95,7 @@ def command(
     \b
     Example:
       kvtool export --model tiny-a --prompt-file report.txt --codec rvq-2+2 -o report.kv
-      kvtool export --model tiny-a --prompt-file report.txt --codec tc-2 --quality kl=0.01 --sink 4 --recent 32 -o report.kv
+      kvtool export --model tiny-a --prompt-file report.txt --codec tc-2 --quality kl=0.01 -o report.kv
       kvtool export --model tiny-a --from-cache old.safetensors --tokens ids.json -o old.kv
     """
     given = [
@@ -119,7 +120,9 @@ def command(
     from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
     from veloxquant_mlx.codecs.tc import Tc
 
-    plan = codec_plan(codec, sink, recent, frame)
+    # A quality asked for without a codec means tcz, whose rate is then found.
+    chosen = context.get_parameter_source("codec") is not click.core.ParameterSource.DEFAULT
+    plan = codec_plan("tcz-1" if limit is not None and not chosen else codec, sink, recent, frame)
 
     def carried(plan: CodecPlan) -> CodecPlan:
         if not carry:
@@ -146,7 +149,7 @@ def command(
         from kvtool.quality import smallest_rate
 
         tables = resolve(calibration, model.info.weights)
-        family = "tcz" if context.get_parameter_source("codec") is click.core.ParameterSource.DEFAULT else plan.k.id
+        family = plan.k.id
         if family == "tcz" and tables is None:
             family = "tc"
             note("no calibration of this model: tc, with tables learnt from the prompt, instead of tcz")

@@ -34,9 +34,10 @@ from kvtool.cli.eval import split_specs
 from kvtool.frontier import without_window, write_csv, write_plot
 from kvtool.model import LoadedModel, load_model
 from kvtool.roundtrip import parse_roundtrip
-from kvtool.sweeping import PREFIX, RECENT, SINK, TOKENS, SweepReport, ids_of, rows_of, specs_of
+from kvtool.sweeping import PREFIX, TOKENS, SweepReport, ids_of, rows_of, specs_of
 from tests.smollm2.make import models_at
 from tests.texts import ALL_TEXTS, text
+from veloxquant_mlx.codecs import RECENT, SINK
 
 ROOT = Path(__file__).parents[2]
 OUT, CACHE, NAME = ROOT / "tests" / "results", ROOT / ".cache" / "frontier", "frontier-smollm2"

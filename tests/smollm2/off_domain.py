@@ -35,11 +35,12 @@ from kvtool.capturing import encode_prompt
 from kvtool.model import LoadedModel, load_model
 from kvtool.moments import CORPUS_TOKENS, Moments, collect, joined
 from kvtool.roundtrip import parse_roundtrip
-from kvtool.sweeping import PREFIX, RECENT, SINK, TOKENS, ids_of
+from kvtool.sweeping import PREFIX, TOKENS, ids_of
 from tests.smollm2.frontier import CALIBRATING, INTERVAL, LONG_CHUNK, OUT, PROTOCOL, ROOT, Say, shown, sources_digest
 from tests.smollm2.make import models_at
 from tests.texts import text
 from veloxquant_mlx.allocators.transforms import LayerRows
+from veloxquant_mlx.codecs import RECENT, SINK
 
 NAME, CACHE = "off-domain-smollm2", ROOT / ".cache" / "off-domain"
 KINDS = tuple(dict.fromkeys(calibration_texts.KINDS.values()))

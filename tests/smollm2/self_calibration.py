@@ -27,11 +27,12 @@ from kvtool.calibrations import Calibration
 from kvtool.capturing import encode_prompt
 from kvtool.model import LoadedModel, load_model
 from kvtool.roundtrip import parse_roundtrip
-from kvtool.sweeping import RECENT, SINK, TOKENS
+from kvtool.sweeping import TOKENS
 from tests.smollm2.frontier import OUT, ROOT, Say, calibration_of
 from tests.smollm2.make import models_at
 from tests.smollm2.off_domain import write
 from tests.texts import ALL_TEXTS, text
+from veloxquant_mlx.codecs import RECENT, SINK
 
 NAME, SCORED = "self-calibration-smollm2", TOKENS["prefix"]
 

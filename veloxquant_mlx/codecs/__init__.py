@@ -1,7 +1,8 @@
 """The registry of codecs, and the spec strings that choose one for keys, one for values and which rows stay exact.
 
-SPEC  = CODEC | FIELD, or several, with commas      rvq-2+2        rabitq,sink=4,recent=32        k=rabitq,v=rvq-2+2,frame=pre
+SPEC  = CODEC | FIELD, or several, with commas      rvq-2+2        rabitq,sink=0,recent=0        k=rabitq,v=rvq-2+2,frame=pre
 FIELD = k=CODEC | v=CODEC | sink=N | recent=N | frame=post|pre
+        sink=4, recent=32 of a lossy codec, 0 of raw, where they are not given: the first 4 positions and the newest 32 rows are exact
 CODEC = raw | rvq-N[:OPTION...] | rvq-A+B[:OPTION...] | rabitq[:OPTION...] | rabitq-N[:OPTION...] | affine-N[:AFFINE...]
       | commvq-N[:PLANES] | commvq-N:additive[:carry] | vecinfer-N[:SMOOTH] | qjl[:QJL...] | qjl-N[:QJL...] | tc-N[:TC...] | tcz-R
 OPTION = norm | ls | unbiased | center | nocenter | seed=N
@@ -28,7 +29,10 @@ from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.codecs.tcz import Tcz
 from veloxquant_mlx.codecs.vecinfer import VecInfer
 
-__all__ = ["BLOCK_VALUES", "CODECS", "Codec", "CodecPlan", "parse_codec", "token_blocks"]
+__all__ = ["BLOCK_VALUES", "CODECS", "RECENT", "SINK", "Codec", "CodecPlan", "parse_codec", "token_blocks"]
+
+# The exact rows of a lossy codec whose spec does not say; what they are worth stands in the docstring of `rvq`.
+SINK, RECENT = 4, 32
 
 # The first that takes a spec string has it: commvq leaves no option to others.
 _ALL: tuple[type[Codec], ...] = (Raw, Rvq, Rabitq, Affine, CommVqAdditive, CommVq, VecInfer, Qjl, Tc, Tcz)
@@ -37,7 +41,7 @@ KNOWN = (
     "raw, rvq-N (rvq-4), rvq-A+B (rvq-2+2), rabitq, rabitq-N (rabitq-4), affine-N (affine-4), commvq-N (commvq-2), "
     "commvq-N:additive (commvq-2:additive, calibrated), "
     "vecinfer-N (vecinfer-2), qjl, qjl-N (qjl-2), tc-N (tc-2, calibrated), tcz-R (tcz-1.1, calibrated); "
-    "per role k=... and v=...; sink=N, recent=N, frame=post|pre"
+    f"per role k=... and v=...; sink=N ({SINK} of a lossy codec), recent=N ({RECENT}), frame=post|pre"
 )
 
 
@@ -55,15 +59,26 @@ class CodecPlan:
 
     k: Codec
     v: Codec
-    sink: int = 0
-    recent: int = 0
+    sink: int
+    recent: int
     frame: Frame | None = None
+
+    @property
+    def lossless(self) -> bool:
+        return isinstance(self.k, Raw) and isinstance(self.v, Raw)
 
     def spec(self) -> str:
         """The shortest spec string that `parse_codec` reads back as this plan."""
+        return self._spec(_exact_rows(self.k, self.v))
+
+    def full_spec(self) -> str:
+        """The spec string that says the exact rows whatever the defaults are; where no row is coded, only those asked for."""
+        return self._spec({"sink": 0, "recent": 0} if self.lossless else {})
+
+    def _spec(self, understood: dict[str, int]) -> str:
         k, v = self.k.spec("k"), self.v.spec("v")
         fields = [k] if _codec(k, "v") == self.v else [f"k={k}", f"v={v}"]
-        fields += [f"{name}={value}" for name, value in (("sink", self.sink), ("recent", self.recent)) if value]
+        fields += [f"{name}={n}" for name, n in (("sink", self.sink), ("recent", self.recent)) if understood.get(name) != n]
         return ",".join(fields + ([f"frame={self.frame}"] if self.frame else []))
 
 
@@ -94,7 +109,14 @@ def parse_codec(spec: str) -> CodecPlan:
     if fields.get("frame") not in (None, "post", "pre"):
         raise ValueError(f"[parse_codec] {spec!r}: frame must be post or pre, but got {fields['frame']!r}.")
     k, v = (_codec(fields.get(role, fields.get("both", "")), role) for role in ("k", "v"))
-    return CodecPlan(k, v, *(_count(spec, name, fields.get(name, "0")) for name in ("sink", "recent")), frame=fields.get("frame"))
+    exact = _exact_rows(k, v) | {name: _count(spec, name, fields[name]) for name in ("sink", "recent") if name in fields}
+    return CodecPlan(k, v, **exact, frame=fields.get("frame"))
+
+
+def _exact_rows(k: Codec, v: Codec) -> dict[str, int]:
+    """What a spec of these codecs that does not say keeps exact."""
+    lossless = isinstance(k, Raw) and isinstance(v, Raw)
+    return {"sink": 0 if lossless else SINK, "recent": 0 if lossless else RECENT}
 
 
 def _codec(text: str, role: RoleName) -> Codec:

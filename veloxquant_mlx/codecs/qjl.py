@@ -14,7 +14,7 @@ mean". `Qjl.scores` hands codes and norms to `metal.qjl_inner_product` as they a
 signed numbers of S w, made once per query; <w, mean> is one number per query. As a codec of values `qjl` means `rvq-2`: a softmax's
 average needs less noise than a score. `Qjl` takes values all the same.
 
-Measured as in `rvq`, KL and top-1, mean of all tests/texts (`python -m tests.measure_codec_defaults`):
+Measured as in `rvq`, KL and top-1, mean of all tests/texts (`python -m tests.measure_codec_defaults`, sink=0,recent=0):
 
     bits a value of keys, 512 tokens           1.28           2.28           4.28
     keys alone, qjl-N                          .3382  .711    .1472  .795    .0440  .888     default: pre-RoPE, centred

@@ -21,7 +21,7 @@ mean of three texts (prose, a README, Python; not those in tests/texts), rvq-2+2
     values unbiased, no centring   -           .0019  .983
     values norm, no centring       -           .0039  .966
 
-Both roles, defaults, on tests/texts (`python -m tests.measure_codec_defaults`; code, prose, technical, and their mean):
+Both roles, defaults, on tests/texts (`python -m tests.measure_codec_defaults`, sink=0,recent=0; code, prose, technical, their mean):
 
     rvq-2+2                           .0103 .0048 .0051   .0067  .965
     rvq-2+2, 4 first, 32 last exact   .0088 .0022 .0029   .0046  .970
