@@ -11,7 +11,7 @@ coded with those tables whatever that costs; what a file would hold in their pla
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -249,7 +249,7 @@ def _bound(spec: str, rows: dict[str, mx.array], rope: RopeSpec, *, compare: boo
         for role, x in rows.items()
     ]
     calibration = _calibration(trip.plan.k, dim)
-    plan = parse_roundtrip(spec.partition(",")[0]).plan  # exact rows are coded like all others
+    plan = replace(trip.plan, sink=0, recent=0)
     try:
         return trip.bound(bind(plan, [LayerSource(NAME, sources[0], sources[1], [(0, tokens)])], calibration, None, compare=compare))
     except ValueError as error:
