@@ -12,7 +12,7 @@ import pytest
 
 import kvtool
 from kvtool.cli import run
-from kvtool.hostile_rows import CASES, CORRELATED, DIM, DIMS, TOKENS, RobustnessReport, RobustnessRow, relative_error
+from kvtool.hostile_rows import CASES, CORRELATED, DIM, DIMS, TOKENS, RobustnessReport, RobustnessRow, _row, relative_error
 from kvtool.roundtrip import Roundtrip
 from veloxquant_mlx.codecs.affine import Affine
 
@@ -51,30 +51,18 @@ def test_our_codecs_hold_or_refuse(codec: str) -> None:
             assert error is not None and (error == 0.0 if r.case == "zeros" else error < 0.5), r
 
 
-@functools.cache
-def calibrated() -> RobustnessReport:
-    return kvtool.robustness(["tc-2", "tcz-1"])
-
-
 @pytest.mark.parametrize("codec", ["tc-2", "tcz-1"])
 def test_calibrated_codecs_hold_refuse_or_fall_back(codec: str) -> None:
-    """Rows of the calibration's law are coded well and stay; of all others a file keeps the size."""
-    for r in calibrated().rows:
-        if r.codec != codec:
-            continue
-        if r.case == "one NaN":
-            assert r.refused and "NaN" in r.note and r.k_error is r.finite is r.file is r.file_k_error is None
-            continue
-        assert r.file is not None and (r.refused or (r.finite and r.bits)), r
-        if r.case == CORRELATED and r.tokens == 300:
-            assert codec.partition("-")[0] in r.file.partition(",")[0] and "falls back" not in r.note, r
-            assert r.k_error == r.file_k_error and r.v_error == r.file_v_error and max(r.k_error or 1, r.v_error or 1) < 0.15, r
-            continue
-        for error in (r.file_k_error, r.file_v_error):
-            # Noise that tables do not fit may come back as other noise, but tiny rows not as large ones.
-            assert error is not None and error < {"zeros": 1e-9, "x 1e-30, bfloat16": 1.0}.get(r.case, 6.0), r
-    wide = next(r for r in calibrated().rows if (r.codec, r.case, r.tokens) == (codec, "x 1e30, bfloat16", 300))
-    assert wide.refused == (codec == "tcz-1") and wide.file is not None and wide.file.startswith("k=rvq") and "falls back" in wide.note
+    """Rows of the calibration's law are coded well and stay; what the tables lose or refuse, a file keeps otherwise."""
+    fits, tiny, wide, nan = (_row(codec, case, 16, DIM) for case in (CORRELATED, "x 1e-30, bfloat16", "x 1e30, bfloat16", "one NaN"))
+    assert fits.file == f"k={codec},v={codec}" and "falls back" not in fits.note
+    assert fits.k_error == fits.file_k_error and fits.v_error == fits.file_v_error and max(fits.k_error or 1, fits.v_error or 1) < 0.15
+    assert tiny.k_error is not None and tiny.k_error > 1e50  # decoded to rows of the usual size
+    assert wide.refused == (codec == "tcz-1")
+    for r in (tiny, wide):
+        assert r.file is not None and r.file.startswith("k=rvq") and "falls back" in r.note
+        assert r.file_k_error is not None and r.file_v_error is not None and max(r.file_k_error, r.file_v_error) < 0.6
+    assert nan.refused and "NaN" in nan.note and nan.k_error is nan.finite is nan.file is nan.file_k_error is None
 
 
 def test_only_calibrated_codecs_fall_back() -> None:
