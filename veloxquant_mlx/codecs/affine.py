@@ -15,7 +15,7 @@ Scores per token: D B / 8 bytes of codes; step folds into the query once per gro
 KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache (Liu et al. 2024).
 
 Groups of 32 cost one bit a value. KL divergence and top-1 agreement on SmolLM2-135M in float32, a 512-token prefix coded, 256 tokens on
-it, mean of tests/texts (`python -m tests.measure_codec_defaults`, sink=0,recent=0):
+it, mean of code, prose and technical of tests/texts (`python -m tests.measure_codec_defaults`, sink=0,recent=0):
 
     bits a value                          affine-2  3.0     affine-4  5.0
     keys alone, pre-RoPE                  .0944  .824       .0032  .969     default

@@ -27,8 +27,8 @@ Measured as in `rvq`, keys alone, on tests/texts (code, prose, technical, and th
 The exact row matters most: with the row farthest from the median in its place, the sink was often coded and commvq-2 came to .444.
 Widths by squared error, no query weights: handing bits out by the error times |w|^-1, as if queries were large where keys are small, was
 worse (.0403 against .0244 on prose and technical, without the hull of `allocators.planes`).
-These are not the paper's additive codebooks (some ten stages of 64 words of D values a head at 2 bits, 80 KB against 8 KB of codes at 512
-tokens of 64): they need tables learnt once for a model, not from the cache.
+The paper's additive codebooks (some ten stages of 64 words of D values a head at 2 bits, 80 KB against 8 KB of codes at 512 tokens of 64)
+need tables learnt once for a model, not from the cache: `commvq_additive`, which is far better where there is a calibration.
 """
 
 import math

@@ -32,7 +32,8 @@ texts not in tests/texts (a README, Python, a licence), one role coded, no row e
     keys, rabitq-4                   .0019  .975                   .0021  .975
     values, rabitq-2                 .0181  .926    .0127  .940    .0139  .938   default: unbiased
 
-Both roles, defaults, tests/texts (`python -m tests.measure_codec_defaults`, sink=0,recent=0), beside `rvq` at the same bits:
+Both roles, defaults, mean of code, prose and technical of tests/texts (`python -m tests.measure_codec_defaults`, sink=0,recent=0),
+beside `rvq` at the same bits:
 
     bits a value                     2.25           3.25           4.25
     rabitq-N                         .0466  .874    .0114  .953    .0024  .971
