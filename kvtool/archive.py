@@ -219,7 +219,8 @@ def write_archive(
     """Write encoded layers as a container; the error of this step joins the quality record once the data is out."""
     ids = None if tokens is None else tuple(tokens)
     if binding is not None:
-        details = {**(details or {}), "calibration": binding.calibration or CARRIED, "fallbacks": len(binding.fallbacks)}
+        tables = {"calibration": binding.calibration or CARRIED} if binding.calibrated else {}
+        details = {**(details or {}), **tables, "fallbacks": len(binding.fallbacks)}
 
     def manifest() -> Manifest:
         return Manifest(

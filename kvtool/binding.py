@@ -22,9 +22,9 @@ from kvtool.model import LoadedModel
 from kvtool.moments import LEAST_TOKENS, Moments, collect
 from kvtool.probe import CacheProbe
 from kvtool.states import CacheState
-from veloxquant_mlx.allocators.additive import AdditiveTables, build_shared, inverse
+from veloxquant_mlx.allocators.additive import AdditiveTables, build_shared
 from veloxquant_mlx.allocators.predictors import TczTables, step_for
-from veloxquant_mlx.allocators.transforms import LEAST_RATE, LayerRows, TcTables, build_tc, widths_for
+from veloxquant_mlx.allocators.transforms import LEAST_RATE, LayerRows, TcTables, build_tc, inverse, widths_for
 from veloxquant_mlx.codecs import Codec, CodecPlan
 from veloxquant_mlx.codecs._base import RoleName
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
@@ -62,7 +62,7 @@ class Binding:
 
     Attributes:
         codecs: (layer, role) -> codec.
-        calibration: digest of the calibration, or None where the tables are carried.
+        calibration: digest of the calibration, or None where the tables are carried, or no role has them.
         fallbacks: "layer.role: codec, reason" of roles that are not coded as the plan says.
         notes: what a caller should know.
     """
@@ -71,6 +71,11 @@ class Binding:
     calibration: str | None = None
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any role is coded with tables."""
+        return any(is_calibrated(codec) for codec in self.codecs.values())
 
 
 def bind(
@@ -202,6 +207,8 @@ class _Binder:
             for role in self.roles:
                 if layer.role(role) is not None:
                     self._choose(layer, role, candidates.get((name, role)), wanted.get(name), done)
+        if not self.binding.calibrated:
+            self.binding.calibration = None
 
     def _kind(self, calibration: Calibration) -> str:
         """The kind of tables that the plan takes: those of its rate, or of `tcz` the nearest design's."""
@@ -230,11 +237,14 @@ class _Binder:
         """Layers whose predecessor is not coded here have nothing to be predicted from."""
         assert isinstance(self.plan.k, Tcz)
         before = dict(zip(order[1:], order, strict=False))
+        place = {name: i for i, name in enumerate(self.layers)}
         linked: dict[str, TczTables] = {}
         for name, own in tables.items():
             past = before.get(name)
             if own.chained and past not in linked:
                 self.reasons[name] = f"layer {past}, which it is predicted from, is not coded with the calibration"
+            elif own.chained and past is not None and place[past] > place[name]:
+                self.reasons[name] = f"layer {past}, which it is predicted from, comes after it"
             elif own.chained and past is not None and self._at(past) != self._at(name):
                 self.reasons[name] = f"its rows are not at the positions of those of layer {past}, which it is predicted from"
             else:

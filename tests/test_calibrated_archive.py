@@ -171,12 +171,21 @@ def test_a_chain_that_is_broken(snapshot: Snapshot, calibration: Calibration, ti
     states_of(tmp_path / "x.kv", calibration=calibration)
 
 
+def test_a_calibration_whose_layers_are_in_another_order(snapshot: Snapshot, calibration: Calibration) -> None:
+    """A layer cannot be predicted from one that is coded after it."""
+    tables = {kind: {n: layers[n] for n in ("0", "2", "1", "3")} for kind, layers in calibration.file.tables.items()}
+    found = bound(snapshot, "tcz-2" + WINDOW, Calibration(replace(calibration.file, tables=tables), "d" * 64))
+    reasons = {text.partition(":")[0]: text for text in found.fallbacks}
+    assert "layer 2, which it is predicted from, comes after it" in reasons["1.k"] and "layer 1" in reasons["3.k"]
+
+
 def test_a_calibration_that_does_not_fit_is_no_worse_than_none(snapshot: Snapshot, calibration: Calibration) -> None:
     """Tables of other rows: means far away, so that components overflow their points."""
     tc = {n: dict(a) | {"k_mean": a["k_mean"] + 50, "v_mean": a["v_mean"] - 50} for n, a in calibration.file.tables["tc"].items()}
     wrong = Calibration(replace(calibration.file, tables={"tc": tc}), "d" * 64)
     found = bound(snapshot, "tc-3" + WINDOW, wrong)
     assert {codec.id for codec in found.codecs.values()} == {"rvq"} and len(found.fallbacks) == 2 * len(snapshot.states)
+    assert found.calibration is None
     assert all("times less costly" in f for f in found.fallbacks)
     assert not bound(snapshot, "tc-3" + WINDOW, calibration).fallbacks
     with pytest.raises(IncompatibleError, match="no tables for tcz"):

@@ -12,7 +12,8 @@ import pytest
 from formats.errors import ManifestError
 from tests.golden import make_additive as golden
 from tests.tc_cases import DIGEST, layer
-from veloxquant_mlx.allocators.additive import AdditiveTables, build_additive, inverse, share_stages, spectrum
+from veloxquant_mlx.allocators.additive import AdditiveTables, build_additive, share_stages, spectrum
+from veloxquant_mlx.allocators.transforms import inverse
 from veloxquant_mlx.codecs import CODECS, _base, parse_codec
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate

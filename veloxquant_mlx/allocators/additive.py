@@ -21,11 +21,10 @@ from typing import Self
 
 import numpy as np
 
-from veloxquant_mlx.allocators.transforms import METRIC_FLOOR, LayerRows, metric_floor
+from veloxquant_mlx.allocators.transforms import LEAST_SINGULAR, METRIC_FLOOR, LayerRows, inverse, metric_floor
 
 WORDS = 256
 STAGE_BITS = 8
-LEAST_SINGULAR = 1e-6  # of `back` with rows of unit size
 _MOST_ROWS = 1 << 14  # that words are learnt from
 _ROUNDS = 12
 _BLOCK = 512  # rows whose distances are held at a time
@@ -216,13 +215,6 @@ def weights_of(cost: np.ndarray) -> np.ndarray:
     """Square roots of costs (H, D) relative to the largest of the head, float64; 1 where a head costs nothing."""
     top = cost.astype(np.float64).max(axis=1, keepdims=True)
     return np.where(top > 0, np.sqrt(cost / np.where(top > 0, top, 1.0)), 1.0)
-
-
-def inverse(back: np.ndarray) -> np.ndarray:
-    """Inverse of (..., D, D) in float64, its rows made of one size first: y = (k - mean) inverse(back)."""
-    back = back.astype(np.float64)
-    size = np.sqrt((back * back).sum(axis=-1, keepdims=True))
-    return np.linalg.inv(back / size) / np.swapaxes(size, -1, -2)
 
 
 def _bases(rows: np.ndarray, fisher_k: np.ndarray | None, gradients: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -89,7 +89,7 @@ class TcTables:
 
     def forward(self) -> np.ndarray:
         """(H, D, D) float64, y = (k - mean) forward."""
-        return _inverse(self.back.astype(np.float64))
+        return inverse(self.back)
 
     def noise(self, widths: np.ndarray) -> np.ndarray:
         """Variance of the error of unbiased points, (H, D) float64, at widths (H, D) of at least 1; 0 where 0."""
@@ -328,7 +328,7 @@ def build_tc(rows: LayerRows) -> TcTables:
     for h in range(heads):
         at = slice(h * dim, (h + 1) * dim)
         back[h], cost[h] = _basis(k[:, h], rows.fisher_k[at, at].astype(np.float64), metric_floor(METRIC_FLOOR, dim, rows.gradients))
-    y = np.einsum("nhd,hdi->nhi", k, _inverse(back), optimize=True).reshape(count, -1)
+    y = np.einsum("nhd,hdi->nhi", k, inverse(back), optimize=True).reshape(count, -1)
     metric = np.diagonal(rows.fisher_v).reshape(heads, dim).astype(np.float64)
     tables = TcTables(
         k_mean=k_mean,
@@ -407,8 +407,9 @@ def component_distortions(shapes: np.ndarray) -> np.ndarray:
     return np.concatenate([np.ones((1, *shapes.shape[1:])), own])
 
 
-def _inverse(back: np.ndarray) -> np.ndarray:
-    """Inverse of (..., D, D), its rows made of one size first."""
+def inverse(back: np.ndarray) -> np.ndarray:
+    """Inverse of (..., D, D) in float64, its rows made of one size first: y = (k - mean) inverse(back)."""
+    back = back.astype(np.float64)
     size = np.sqrt((back * back).sum(axis=-1, keepdims=True))
     return np.linalg.inv(back / size) / np.swapaxes(size, -1, -2)
 
@@ -439,12 +440,12 @@ def _basis(x: np.ndarray, metric: np.ndarray, floor: float) -> tuple[np.ndarray,
     unit = values.clip(0).mean()
     values = np.maximum(values / unit, floor) if unit > 0 else np.ones_like(values)
     root = vectors * np.sqrt(values) @ vectors.T
-    inverse = vectors / np.sqrt(values) @ vectors.T
+    unroot = vectors / np.sqrt(values) @ vectors.T
     lam, u = np.linalg.eigh(_shrunk(x @ root))
     lam, u = lam[::-1].clip(0), u[:, ::-1]
     # A component that never moves still needs a size; no bits go to it.
     still = max(1e-10 * lam[0], 1e-24)
-    return np.sqrt(np.maximum(lam, still))[:, None] * (u.T @ inverse), lam * max(unit, 0.0)
+    return np.sqrt(np.maximum(lam, still))[:, None] * (u.T @ unroot), lam * max(unit, 0.0)
 
 
 def _balanced(gram: np.ndarray) -> np.ndarray:

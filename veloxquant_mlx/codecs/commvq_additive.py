@@ -20,8 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
-from veloxquant_mlx.allocators.additive import WORDS, AdditiveTables, inverse, most_stages, nearest
-from veloxquant_mlx.allocators.transforms import dequantised, quantised
+from veloxquant_mlx.allocators.additive import WORDS, AdditiveTables, most_stages, nearest
+from veloxquant_mlx.allocators.transforms import dequantised, inverse, quantised
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, Codec, Frame, Given, Layout, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.transfer.rope import RopeSpec
