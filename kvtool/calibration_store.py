@@ -74,9 +74,10 @@ def newest_for(weights: str | None) -> str | None:
     """Digest of the newest sound calibration of a model with these weights, or None."""
     for digest, path in kept() if weights is not None else ():
         try:
-            if read_calibration(path)[0].model.weights == weights:
-                return digest
+            found, own = read_calibration(path)
         except FormatError:
             # Damaged: as good as absent to a search. By its digest it is refused with what is wrong.
             continue
+        if own == digest and found.model.weights == weights:
+            return digest
     return None

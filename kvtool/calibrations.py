@@ -4,9 +4,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, Self
-
-import numpy as np
+from typing import Any
 
 from formats.calibration import CalibrationFile, read_calibration
 from formats.errors import IncompatibleError, ManifestError
@@ -19,15 +17,6 @@ from veloxquant_mlx.codecs import Codec
 
 AUTO, SELF = "auto", "self"
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
-
-
-class Tables(Protocol):
-    """What every kind of tables can do: to named arrays and back."""
-
-    def to_arrays(self) -> dict[str, np.ndarray]: ...
-
-    @classmethod
-    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> Self: ...
 
 
 # id of a calibrated codec -> the class of its tables. A kind is the id, or with several designs the id, a hyphen and the design's rate.

@@ -154,6 +154,7 @@ def test_a_damaged_file_in_the_store(folder: Path) -> None:
     path.write_bytes(data[:-3] + b"abc")
     with pytest.raises(DigestError, match="its name says"):
         store.get(digest_of(data))
+    assert store.newest_for("a" * 64) is None
     path.write_bytes(b"short")
     assert store.newest_for("a" * 64) is None
     with pytest.raises(FormatError):
