@@ -152,7 +152,7 @@ class _Binder:
         if moments is None:
             raise ValueError(
                 f"[save] {self.plan.spec()} needs tables: give a calibration of the model (calibration=, --calibration), "
-                "or the model itself to learn them from this cache (model=)."
+                "or the model itself to learn them from this cache (model=; to recode: to_model=, --to-model)."
             )
         if any(name not in self.reasons and self.span(layer)[1] for name, layer in self.layers.items()):
             metrics = moments()
