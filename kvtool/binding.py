@@ -35,8 +35,7 @@ from veloxquant_mlx.codecs.tcz import Tcz
 
 SAMPLE = 512  # rows of a role that codecs are compared on
 OWN_ROWS = 4096  # rows of a cache that its own tables are learnt from
-OWN_TOKENS = 1024  # of a piece that metrics are taken from
-OWN_PIECES = 4  # at most, one for every 2 * OWN_TOKENS tokens: as many gradients again are half as noisy, and cost as much again
+OWN_TOKENS = 1024  # of them that metrics are taken from
 ROLES: tuple[RoleName, ...] = ("k", "v")
 STEP_ROWS = 1024  # that the step of a rate is found on
 FREE_BITS = range(1, 7)  # of the rvq-N that are compared with
@@ -373,7 +372,7 @@ def layer_sources(states: Sequence[CacheState], probes: Sequence[CacheProbe], pr
 
 
 def own_moments(model: LoadedModel, tokens: Sequence[int] | None, plan: CodecPlan) -> Moments:
-    """Metrics from pieces of the tokens that a cache stands for, evenly spaced and each run from position 0.
+    """Metrics from a piece of the tokens that a cache stands for.
 
     Raises:
         ValueError: the tokens are not known, or too few.
@@ -384,12 +383,4 @@ def own_moments(model: LoadedModel, tokens: Sequence[int] | None, plan: CodecPla
     least = max(LEAST_TOKENS, plan.sink + max(1, plan.recent) + 1)
     if len(tokens) < least:
         raise ValueError(f"[save] {plan.spec()} learns its tables from {least} tokens at least, but got {len(tokens)}; give a calibration.")
-    length = max(least, OWN_TOKENS)
-    pieces = {f"tokens {start} on": list(tokens[start : start + length]) for start in own_pieces(len(tokens), length)}
-    return collect(model, pieces, length=length, sink=plan.sink, recent=max(1, plan.recent))
-
-
-def own_pieces(tokens: int, length: int) -> list[int]:
-    """Where the pieces of so many tokens begin."""
-    count = min(OWN_PIECES, max(1, tokens // (2 * length)))
-    return [round(i * (tokens - length) / max(1, count - 1)) for i in range(count)]
+    return collect(model, {"prompt": list(tokens[:OWN_TOKENS])}, length=max(least, OWN_TOKENS), sink=plan.sink, recent=max(1, plan.recent))

@@ -16,7 +16,7 @@ from formats.errors import DigestError, IncompatibleError, ManifestError
 from kvtool import calibration_store as store
 from kvtool import calibrations
 from kvtool.archive import write_archive
-from kvtool.binding import bind, layer_sources, metric_of, own_pieces
+from kvtool.binding import bind, layer_sources, metric_of
 from kvtool.calibrations import Calibration
 from kvtool.capturing import Snapshot
 from kvtool.cli import run
@@ -470,11 +470,3 @@ def test_commands(calibration_a: bytes, folder: Path, tmp_path: Path, capsys: py
     assert run([*export, "--codec", "rvq-4", "--carry"]) == 2
     assert run([*export, "--codec", "tc-3", "--calibration", "auto"]) == 5
     assert run([*export, "--codec", "tc-3", "--calibration", "0123456789"]) == 5
-
-
-def test_pieces_that_own_metrics_are_from() -> None:
-    """One for every two lengths of tokens, four at most, from the first token to the last."""
-    assert own_pieces(500, 1024) == own_pieces(2048, 1024) == own_pieces(4095, 1024) == [0]
-    assert own_pieces(4096, 1024) == [0, 3072]
-    assert own_pieces(8192, 1024) == [0, 2389, 4779, 7168]
-    assert own_pieces(100_000, 1024)[-1] == 98_976 and len(own_pieces(100_000, 1024)) == 4
