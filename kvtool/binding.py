@@ -30,7 +30,7 @@ from veloxquant_mlx.codecs._base import RoleName
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.rvq import Rvq
-from veloxquant_mlx.codecs.tc import Tc
+from veloxquant_mlx.codecs.tc import MAX_WIDTH, Tc
 from veloxquant_mlx.codecs.tcz import Tcz
 
 SAMPLE = 512  # rows of a role that codecs are compared on
@@ -325,7 +325,10 @@ def _unfit(layer: LayerSource) -> str | None:
     problem = layer.k.problem or layer.v.problem
     if problem is not None:
         return problem
-    return "its values are rotated" if layer.v.rope is not None else None
+    if layer.v.rope is not None:
+        return "its values are rotated"
+    heads, _, dim = layer.k.shape
+    return f"{heads} heads of {dim}, more than {MAX_WIDTH} values a row" if heads * dim > MAX_WIDTH else None
 
 
 def metric_of(tables: Any, role: str) -> np.ndarray:

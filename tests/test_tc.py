@@ -497,6 +497,7 @@ def test_impossible_parts_are_refused(part: str, value: float, message: str) -> 
         ({"keys": ["123", "12"]}, "one length"),
         ({"keys": ["0" * 1025] * 2}, "keys must be"),
         ({"keys": ["0"] * 1025}, "keys must be"),
+        ({"keys": ["0" * 128] * 65}, "8192 digits together at most, but got 65 x 128"),
         ({"keys": [None, "0"]}, "keys must be"),
         ({"widths": ["3"]}, "widths must be"),
         ({"widths": ["3", "0"]}, "widths must be"),

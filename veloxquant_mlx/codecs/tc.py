@@ -47,6 +47,7 @@ from veloxquant_mlx.codecs._rotation import rotate, unrotate
 CARRIED = "carried"
 MAX_HEADS = 1024
 MAX_DIM = 1024
+MAX_WIDTH = 1 << 13  # H D: decoding takes (H D)^2 numbers, whatever the size of the file
 MAX_NAME = 64
 ZERO = (1 << SCALE_BITS) - 1  # the scale's code of a row of zeros
 STEPS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # octaves from one scale's code to the next
@@ -153,6 +154,8 @@ class Tc(Codec):
             raise ManifestError(f"keys must be 1..{MAX_HEADS} strings of 1..{MAX_DIM} digits 0..{MAX_BITS}, but got {keys!r:.40}")
         if len({len(head) for head in keys}) > 1:
             raise ManifestError(f"keys must be strings of one length, but got {sorted({len(head) for head in keys})}")
+        if len(keys) * len(keys[0]) > MAX_WIDTH:
+            raise ManifestError(f"keys must have {MAX_WIDTH} digits together at most, but got {len(keys)} x {len(keys[0])}")
         if tables != CARRIED and not (isinstance(tables, str) and re.fullmatch(r"[0-9a-f]{64}", tables)):
             raise ManifestError(f"tables must be {CARRIED!r} or 64 hexadecimal digits, but got {tables!r:.80}")
         if not isinstance(layer, str) or not 1 <= len(layer) <= MAX_NAME:
