@@ -169,7 +169,8 @@ def save(
     Returns:
         SaveReport
     Raises:
-        ValueError: unknown codec, values it cannot take (not finite), or a calibrated codec without anything to take tables from.
+        ValueError: unknown codec, values it cannot take (not finite), a calibrated codec without anything to take tables from, or a
+            calibration for a codec that takes none.
         IncompatibleError: a calibration of another model.
         OSError: the disk's own errors; nothing is visible then.
     """
@@ -179,6 +180,9 @@ def save(
         moments = None if model is None else partial(own_moments, model, snapshot.tokens, plan)
         sources = layer_sources(snapshot.states, snapshot.probes)
         binding = bind(plan, sources, resolve(calibration, snapshot.model.weights), moments)
+        plan = plan if binding is None or binding.plan is None else binding.plan
+    elif calibration is not None:
+        raise ValueError(f"[save] {plan.spec()} takes no calibration: leave it out, or save with tc-N, tcz-R or commvq-N:additive.")
     encoder = Encoder(plan, bound={} if binding is None else binding.codecs)
     layers = tuple(
         encoder.layer(str(i), state, probe) for i, (state, probe) in enumerate(zip(snapshot.states, snapshot.probes, strict=True))

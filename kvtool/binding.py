@@ -60,12 +60,14 @@ class Binding:
     """What each layer and role is coded with.
 
     Attributes:
+        plan: what is coded with, where it is not what was asked for; else None.
         codecs: (layer, role) -> codec.
         calibration: digest of the calibration, or None where the tables are carried, or no role has them.
         fallbacks: "layer.role: codec, reason" of roles that are not coded as the plan says.
         notes: what a caller should know.
     """
 
+    plan: CodecPlan | None = None
     codecs: dict[tuple[str, str], Codec] = field(default_factory=dict)
     calibration: str | None = None
     fallbacks: list[str] = field(default_factory=list)
@@ -108,7 +110,7 @@ def bind(
     if calibration is None and isinstance(plan.k, Tcz):
         bits = max(LEAST_RATE, plan.k.rate)
         binding.notes.append(f"no calibration of this model: {plan.k.spec()} becomes tc-{bits:g} with tables learnt from this cache")
-        plan = replace(plan, k=Tc(bits, "k"), v=Tc(bits, "v"))
+        plan = binding.plan = replace(plan, k=Tc(bits, "k"), v=Tc(bits, "v"))
     found = _Binder(plan, layers, binding, compare)
     found.bind(found.learnt(moments) if calibration is None else calibration)
     return binding
@@ -213,8 +215,9 @@ class _Binder:
         """The kind of tables that the plan takes: those of its rate, or of `tcz` the nearest design's."""
         kinds = calibration.kinds(self.plan.k.id)
         if not kinds:
-            what = f"calibration {calibration.digest[:12]} has no tables for {self.plan.k.id}, but for {', '.join(calibration.file.tables)}"
-            raise IncompatibleError(what, hint="calibrate the model again")
+            there = ", ".join(calibration.file.tables)
+            what = f"calibration {calibration.digest[:12]} has no tables for {self.plan.k.spec()}, but for {there}"
+            raise IncompatibleError(what, hint="calibrate the model again, or learn tables from this cache (--calibration self)")
         if isinstance(self.plan.k, CommVqAdditive):
             kind = kind_of(self.plan.k)
             if kind not in kinds:

@@ -194,7 +194,7 @@ class _Recoder:
         """Encode with these codecs instead of the plan's."""
         self.binding = binding
         if binding is not None:
-            self.encoder = replace(self.encoder, bound=binding.codecs)
+            self.encoder = replace(self.encoder, plan=binding.plan or self.encoder.plan, bound=binding.codecs)
 
     def sources(self, name: str, info: CacheInfo, probe: CacheProbe | None) -> list[LayerSource]:
         """A cache and those in it as they are to be encoded again."""

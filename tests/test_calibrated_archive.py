@@ -149,6 +149,12 @@ def bound(snapshot: Snapshot, spec: str, calibration: Calibration) -> Any:
     return bind(parse_codec(spec), layer_sources(snapshot.states, snapshot.probes), calibration, None)
 
 
+def test_a_calibration_for_a_codec_that_takes_none(snapshot: Snapshot, calibration: Calibration, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rvq-4 takes no calibration"):
+        kvtool.save(snapshot, tmp_path / "x.kv", codec="rvq-4", calibration=calibration)
+    assert not (tmp_path / "x.kv").exists()
+
+
 def test_layers_without_tables_fall_back(snapshot: Snapshot, calibration: Calibration, tiny_a: LoadedModel, tmp_path: Path) -> None:
     file = calibration.file
     tables = {kind: {n: a for n, a in layers.items() if n != "1"} for kind, layers in file.tables.items()}

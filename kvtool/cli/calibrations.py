@@ -32,6 +32,6 @@ def command(as_json: bool) -> None:
             about["problem"] = None if own == digest else f"DigestError: has digest {own}"
         status = path.stat()
         found.append(about | {"bytes": status.st_size, "written": datetime.fromtimestamp(int(status.st_mtime), UTC).isoformat()})
-    lines = [f"{store.folder()}: {len(found)} calibrations"]
+    lines = [f"{store.folder()}: {len(found)} calibration{'' if len(found) == 1 else 's'}"]
     lines += [f"  {a['digest'][:12]}  {a['written'][:10]}  {a['bytes']:>12,} bytes  {printable(a['problem'] or a['model'])}" for a in found]
     emit(as_json, {"folder": str(store.folder()), "calibrations": found}, "\n".join(lines))
