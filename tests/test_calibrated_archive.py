@@ -130,7 +130,8 @@ def test_self_calibrated(snapshot: Snapshot, tiny_a: LoadedModel, tmp_path: Path
         kvtool.save(snapshot, tmp_path / "x.kv", codec="tc-3" + WINDOW)
     report = kvtool.save(snapshot, tmp_path / "x.kv", codec="tcz-1" + WINDOW, model=tiny_a)
     assert report.calibration is None and report.notes and "tc-1.25" in report.notes[0]
-    assert report.quality is not None and report.quality["calibration"] == "carried"
+    assert report.quality is not None and report.codec == report.quality["codec"] == "tc-1.25" + WINDOW
+    assert report.quality["calibration"] == "carried"
     restored = kvtool.load(tmp_path / "x.kv", tiny_a)
     assert restored.usable == TOKENS
     short = kvtool.capture(tiny_a, list(snapshot.tokens or ())[:50])
