@@ -40,7 +40,8 @@ def file(calibration_a: bytes) -> CalibrationFile:
 def binding_of(calibration: CalibrationFile, spec: str, k: np.ndarray, v: np.ndarray) -> Any:
     """Codecs of one layer, "0", for rows (H, S, D)."""
     sources = [RoleSource(x.shape, mx.float32, None, None, lambda x=x: mx.array(x.astype(np.float32))) for x in (k, v)]
-    return bind(parse_codec(spec), [LayerSource("0", *sources, [(0, k.shape[1])])], Calibration(calibration, "a" * 64), None)
+    plan = parse_codec(f"{spec},sink=0,recent=0")
+    return bind(plan, [LayerSource("0", *sources, [(0, k.shape[1])])], Calibration(calibration, "a" * 64), None)
 
 
 def rows_for(file: CalibrationFile, scale: float, tokens: int = 40) -> np.ndarray:
