@@ -134,7 +134,7 @@ def test_a_rate_without_tables_names_those_there(snapshot: Snapshot, calibration
     with pytest.raises(IncompatibleError, match=r"has no tables for commvq-3:additive, but for N of 1, 2$"):
         kvtool.save(snapshot, tmp_path / "x.kv", codec="commvq-3:additive", calibration=calibration)
     bare = Calibration(replace(calibration.file, tables={"tc": calibration.file.tables["tc"]}), "f" * 64)
-    with pytest.raises(IncompatibleError, match="has no tables for additive, but for tc"):
+    with pytest.raises(IncompatibleError, match="has no tables for commvq-2:additive, but for tc"):
         kvtool.save(snapshot, tmp_path / "x.kv", codec="commvq-2:additive", calibration=bare)
     for spec, what in (("k=commvq-2:additive,v=tc-2", "each is one for both"), ("commvq-2:additive,frame=post", "before RoPE")):
         with pytest.raises(ValueError, match=what):

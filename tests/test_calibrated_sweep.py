@@ -98,8 +98,6 @@ def test_unbound_is_refused(tiny_a: LoadedModel, calibration: Calibration) -> No
     with pytest.raises(IncompatibleError, match="whose weights"):
         other = kvtool.load_model("tiny-b")
         kvtool.sweep(other, {"p": list(ids(tiny_a))}, ["tc-2"], prefix=PREFIX, tokens=8, calibration=calibration)
-    report = kvtool.robustness(["tc-2"])
-    assert all("needs a calibration" in row.note for row in report.rows if row.refused) and any(row.refused for row in report.rows)
 
 
 def test_the_command(tiny_a: LoadedModel, calibration: Calibration, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
