@@ -95,15 +95,10 @@ class Decoder:
         if len(about.segments) == 1 and self.reader.manifest.codecs[about.segments[0].codec].id == MLX_AFFINE:
             return _triplet(self.reader, about, about.segments[0])
         at = Positions(info.positions)
-        if len(about.segments) == 1:
-            whole = self.segment(name, role, about.segments[0], at)
-        else:
-            # Block by block into place: joining decoded segments would hold the rows twice.
-            whole = mx.zeros((about.heads, about.segments[-1].rows[1], about.dim), FLOATS[about.dtype])
-            for segment in about.segments:
-                for first, rows in self._pieces(name, role, segment, at):
-                    whole[:, first : first + rows.shape[1]] = rows
-                    mx.eval(whole)
+        pieces = [self.segment(name, role, segment, at) for segment in about.segments]
+        whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+        mx.eval(whole)
+        del pieces
         mx.clear_cache()
         return whole
 
@@ -111,27 +106,10 @@ class Decoder:
         """Rows of one segment, (H, rows, D) in the role's dtype, as cached (RoPE applied where they were stored before it)."""
         about = self._about(name, role)
         assert about is not None
-        start, stop = segment.rows
-        whole = None
-        for first, rows in self._pieces(name, role, segment, positions):
-            if rows.shape[1] == stop - start:
-                return rows
-            if whole is None:
-                whole = mx.zeros((about.heads, stop - start, about.dim), FLOATS[about.dtype])
-            whole[:, first - start : first - start + rows.shape[1]] = rows
-            mx.eval(whole)
-        assert whole is not None
-        return whole
-
-    def _pieces(self, name: str, role: str, segment: Segment, positions: Positions) -> Iterator[tuple[int, mx.array]]:
-        """(row they begin at, rows) of one segment, evaluated, in order."""
-        about = self._about(name, role)
-        assert about is not None
         dtype, (start, stop) = FLOATS[about.dtype], segment.rows
         shape = (about.heads, stop - start, about.dim)
         if self.reader.manifest.codecs[segment.codec].id == MLX_AFFINE:
-            yield start, _triplet(self.reader, about, segment).dequantize().astype(dtype)
-            return
+            return _triplet(self.reader, about, segment).dequantize().astype(dtype)
         codec = self.codec(segment.codec)
         if isinstance(codec, Raw):
             stored = part_dtypes(self.reader, segment, codec, shape)["data"]
@@ -142,16 +120,16 @@ class Decoder:
         if isinstance(codec, Raw) and rope is None:
             rows = codec.decode(read_parts(self.reader, segment, codec, shape), shape, dtype)
             mx.eval(rows)
-            yield start, rows
-            return
+            return rows
         at = positions.of(start, stop)
+        rows = mx.zeros(shape, dtype)
         for first, last, block in self._blocks(name, role, segment):
             if rope is not None:
                 block = rotate(block, at[first:last], unrotated(rope), rope)
             # A value close to float16's end must not become Inf by the codec's error.
-            rows = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
+            rows[:, first:last] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
             mx.eval(rows)
-            yield start + first, rows
+        return rows
 
     def codec(self, index: int) -> Codec:
         """The codec at an index of the file's table, with its tables.
