@@ -9,11 +9,11 @@ from formats.container import Reader
 from formats.errors import IncompatibleError, KVError, ManifestError
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
 from kvtool.calibrations import KINDS, Shelf
-from kvtool.encoding import DTYPE_NAMES, FLOAT16_MAX, MLX_AFFINE, Positions, decode_blocks, takes_dim, unrotated
+from kvtool.encoding import DTYPE_NAMES, MLX_AFFINE, Positions, decode_blocks, takes_dim, unrotated
 from kvtool.rope_limits import MAX_ROPE_DIMS, beyond_limits
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import CODECS, Codec, token_blocks
-from veloxquant_mlx.codecs._base import fits
+from veloxquant_mlx.codecs._base import FLOAT16_MAX, fits
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 

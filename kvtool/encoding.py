@@ -21,7 +21,7 @@ from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.rope_limits import beyond_limits
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import Codec, CodecPlan, token_blocks
-from veloxquant_mlx.codecs._base import Given
+from veloxquant_mlx.codecs._base import FLOAT16_MAX, Given
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
@@ -40,7 +40,6 @@ ARRAY_NAMES = {
     mx.int64: "I64",
     mx.bool_: "BOOL",
 }
-FLOAT16_MAX = 65504.0
 # Largest head_dim that goes through a lossy codec: its rotation takes (odd part of head_dim)^2 values.
 MAX_CODED_DIM = 4096
 

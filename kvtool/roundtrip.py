@@ -14,9 +14,10 @@ import numpy as np
 
 from kvtool.binding import Binding
 from kvtool.calibrations import is_calibrated
-from kvtool.encoding import FLOAT16_MAX, sources_of, takes_dim, unrotated
+from kvtool.encoding import sources_of, takes_dim, unrotated
 from kvtool.probe import RoleProbe
 from veloxquant_mlx.codecs import RECENT, SINK, Codec, CodecPlan, parse_codec
+from veloxquant_mlx.codecs._base import FLOAT16_MAX
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.tc import Tc

@@ -226,6 +226,11 @@ def fits(shape: tuple[int, ...], laid_out: tuple[int, ...]) -> bool:
     return len(shape) == len(laid_out) and all(want in (-1, size) for size, want in zip(shape, laid_out, strict=True))
 
 
+def reciprocal(size: mx.array) -> mx.array:
+    """1 / size, 0 where that could overflow."""
+    return mx.where(size >= SMALLEST, 1 / size, 0.0)
+
+
 def token_blocks(shape: Shape, multiple: int = 1) -> Iterator[slice]:
     """Slices of the token axis with about BLOCK_VALUES values each; all but the last hold a multiple of `multiple` tokens."""
     heads, tokens, dim = shape

@@ -20,6 +20,7 @@ taken off every row, centring makes rvq-2+2 worse (`rvq`).
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal, Self, get_args
@@ -120,20 +121,7 @@ class RotatedCodec(Codec):
         return parts
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
-        self._check_input(x)
-        if x.size == 0:
-            return {part: mx.zeros(shape, DTYPES[dtype]) for part, (dtype, shape) in self.layout(x.shape, x.dtype).items()}
-        self._check_finite(x)
-        mean = _mean_over_tokens(x) if self.center else None
-        blocks = []
-        for tokens in token_blocks(x.shape):
-            blocks.append(self._encode_block(x[:, tokens].astype(mx.float32), mean))
-            mx.eval(blocks[-1])
-        parts = {part: mx.concatenate([block[part] for block in blocks], axis=1) for part in blocks[0]}
-        if mean is not None:
-            parts["mean"] = mean
-        mx.eval(parts)
-        return parts
+        return encode_centred(self, x, self.center, self._encode_block)
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         parts = self._checked_parts(parts, self.layout(shape, dtype))
@@ -198,6 +186,30 @@ class RotatedCodec(Codec):
         other = mx.sum(mx.square(q if self.scale == "ls" else y), axis=-1)
         over, under = (yq, other) if self.scale == "ls" else (other, yq)
         return mx.where(under > 0, over / under, 1.0)
+
+
+def encode_centred(
+    codec: Codec, x: mx.array, center: bool, encode_block: Callable[[mx.array, mx.array | None], dict[str, mx.array]]
+) -> dict[str, mx.array]:
+    """The parts of a codec whose rows are coded one by one, beside their mean where it centres them.
+
+    Args:
+        encode_block: codes float32 rows (H, n, D) given the mean (H, D), or None.
+    """
+    codec._check_input(x)
+    if x.size == 0:
+        return {part: mx.zeros(shape, DTYPES[dtype]) for part, (dtype, shape) in codec.layout(x.shape, x.dtype).items()}
+    codec._check_finite(x)
+    mean = _mean_over_tokens(x) if center else None
+    blocks = []
+    for tokens in token_blocks(x.shape):
+        blocks.append(encode_block(x[:, tokens].astype(mx.float32), mean))
+        mx.eval(blocks[-1])
+    parts = {part: mx.concatenate([block[part] for block in blocks], axis=1) for part in blocks[0]}
+    if mean is not None:
+        parts["mean"] = mean
+    mx.eval(parts)
+    return parts
 
 
 def _mean_over_tokens(x: mx.array) -> mx.array:

@@ -35,9 +35,9 @@ from typing import ClassVar, Self
 import mlx.core as mx
 
 from formats.errors import ManifestError
-from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, SMALLEST, Codec, Frame, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._base import FLOAT16_MAX, SMALLEST, Codec, Frame, Layout, RoleName, Shape, reciprocal, token_blocks
 from veloxquant_mlx.codecs._bits import pack, packed_bytes, unpack
-from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS, _mean_over_tokens
+from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS, encode_centred
 from veloxquant_mlx.codecs._rotation import rotate, unrotate
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.metal._qjl import qjl_inner_product
@@ -119,20 +119,7 @@ class Qjl(Codec):
         return mx.concatenate(turned, axis=-1) * math.sqrt(x.shape[-1])
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
-        self._check_input(x)
-        if x.size == 0:
-            return {part: mx.zeros(shape, DTYPES[dtype]) for part, (dtype, shape) in self.layout(x.shape, x.dtype).items()}
-        self._check_finite(x)
-        mean = _mean_over_tokens(x) if self.center else None
-        blocks = []
-        for tokens in token_blocks(x.shape):
-            blocks.append(self._encode_block(x[:, tokens].astype(mx.float32), mean))
-            mx.eval(blocks[-1])
-        parts = {part: mx.concatenate([block[part] for block in blocks], axis=1) for part in blocks[0]}
-        if mean is not None:
-            parts["mean"] = mean
-        mx.eval(parts)
-        return parts
+        return encode_centred(self, x, self.center, self._encode_block)
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         parts = self._checked_parts(parts, self.layout(shape, dtype))
@@ -184,9 +171,9 @@ class Qjl(Codec):
     def _encode_block(self, x: mx.array, mean: mx.array | None) -> dict[str, mx.array]:
         # Divided by its largest value, a row's sum of squares lies in [1, D]: neither overflow nor underflow.
         unit = mx.max(mx.abs(x), axis=-1, keepdims=True)
-        x = x * _inverse(unit)
+        x = x * reciprocal(unit)
         if mean is not None:
-            centred = x - mean.astype(mx.float32)[:, None] * _inverse(unit)
+            centred = x - mean.astype(mx.float32)[:, None] * reciprocal(unit)
             nearer = mx.sum(mx.square(centred), axis=-1, keepdims=True) < mx.sum(mx.square(x), axis=-1, keepdims=True)
             x = mx.where(nearer, centred, x)
         norm = unit * mx.sqrt(mx.sum(mx.square(x), axis=-1, keepdims=True))
@@ -200,8 +187,3 @@ class Qjl(Codec):
 def _centred(norm: mx.array) -> mx.array:
     """1 where a row was coded without the mean, 0 where as it is: by the sign bit, for a zero has one too."""
     return (norm.view(mx.uint16) < 0x8000).astype(mx.float32)
-
-
-def _inverse(unit: mx.array) -> mx.array:
-    """1 / unit, 0 where that could overflow."""
-    return mx.where(unit >= SMALLEST, 1 / unit, 0.0)

@@ -38,7 +38,7 @@ from veloxquant_mlx.allocators.transforms import (
     rounded,
     value_tables,
 )
-from veloxquant_mlx.codecs._base import FLOAT16_MAX, SMALLEST, Codec, Frame, Given, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._base import FLOAT16_MAX, SMALLEST, Codec, Frame, Given, Layout, RoleName, Shape, reciprocal, token_blocks
 from veloxquant_mlx.codecs._bits import unpack
 from veloxquant_mlx.codecs._components import BLOCK, Components
 from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS
@@ -341,9 +341,9 @@ class Tc(Codec):
             count = tokens.stop - tokens.start
             left = _tiles(x[:, tokens].astype(mx.float32)) - reader.predict(_tiles(keys[:, tokens]))
             unit = mx.max(mx.abs(left), axis=-1, keepdims=True)
-            y = rotate(left * _reciprocal(unit), self.seed)
+            y = rotate(left * reciprocal(unit), self.seed)
             norm = mx.sqrt(mx.mean(mx.square(y), axis=-1, keepdims=True))
-            y = y * _reciprocal(norm)
+            y = y * reciprocal(norm)
             flat = _by_component(y)
             codes = reader.components.codes(flat)
             q = reader.components.values(codes)
@@ -486,11 +486,6 @@ def _sums(a: np.ndarray, b: np.ndarray, heads: tuple[int, int, int]) -> np.ndarr
 
 def _concatenated(blocks: list[mx.array], empty: tuple[int, ...]) -> mx.array:
     return mx.concatenate(blocks, axis=1) if blocks else mx.zeros(empty, mx.uint8)
-
-
-def _reciprocal(size: mx.array) -> mx.array:
-    """1 / size, 0 where that could overflow."""
-    return mx.where(size >= SMALLEST, 1 / size, 0.0)
 
 
 def _digits(text: object, most: int, largest: int) -> bool:
