@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed-$(or $(EXTRA),metal)
 # MLX's CPU wheel carries reference BLAS; OpenBLAS in front of it makes float32 products 15 times faster.
 PRELOAD   = $(if $(filter cpu,$(EXTRA)),$(foreach f,$(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0)),LD_PRELOAD=$(f)))
 
-.PHONY: setup system demo test test-all lint format reach frontier off-domain self-calibration clean
+.PHONY: setup system demo test test-all lint format reach frontier off-domain self-calibration passkeys clean
 
 setup: system $(STAMP)
 
@@ -57,6 +57,10 @@ off-domain: setup
 # What tables learnt from the cache itself cost, in bits.
 self-calibration: setup
 	$(PRELOAD) $(BIN)/python -m tests.smollm2.self_calibration
+
+# How many passkeys the caches of every codec still answer, on the shipped models.
+passkeys: setup
+	$(PRELOAD) $(BIN)/python -m tests.passkeys
 
 clean:
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache

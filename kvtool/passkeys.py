@@ -5,6 +5,7 @@ those of `kvtool.tiny.passkey`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,39 @@ from kvtool.tiny.passkey import NAMES, TEMPLATES, Trial, make_trials
 SEED, PROMPT = 1, 1500
 
 
+@dataclass
+class Answers:
+    """What one codec's caches answered.
+
+    Attributes:
+        asked, right: trials, and those answered with all five digits.
+        coded_bytes, coded_values, exact_bytes, exact_values: of all trials' caches, as in `Roundtrip`.
+        refused: what the codec refused of its input; None where it took all.
+    """
+
+    asked: int = 0
+    right: int = 0
+    coded_bytes: int = 0
+    coded_values: int = 0
+    exact_bytes: int = 0
+    exact_values: int = 0
+    refused: str | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Of the trials that were answered; None where the codec refused its input."""
+        return None if self.refused is not None else self.right / self.asked
+
+    def add(self, trip: Roundtrip, right: bool) -> None:
+        """Count one trial."""
+        self.asked += 1
+        self.right += right
+        for name in ("coded_bytes", "coded_values", "exact_bytes", "exact_values"):
+            setattr(self, name, getattr(self, name) + getattr(trip, name))
+        if trip.failed and self.refused is None:
+            self.refused = trip.problems[-1]
+
+
 def check_passkeys(model: LoadedModel) -> None:
     """Raise ValueError where a model was not trained on passkeys."""
     if model.info.name not in tiny.NAMES:
@@ -32,41 +66,42 @@ def check_passkeys(model: LoadedModel) -> None:
         )
 
 
-def passkey_shares(
+def passkey_trials(model: LoadedModel, n: int, prompt_tokens: int = PROMPT) -> list[Trial]:
+    """The n trials that every codec is asked; prompts of so many tokens, question included."""
+    check_passkeys(model)
+    return make_trials(model.tokenizer, n, prompt_tokens=prompt_tokens, seed=SEED)
+
+
+def ask(
     model: LoadedModel,
     trips: Sequence[Callable[[], Roundtrip]],
-    n: int,
+    trials: Sequence[Trial],
     *,
-    prompt_tokens: int = PROMPT,
     calibration: Calibration | None = None,
     progress: Callable[[], None] | None = None,
-) -> list[float | None]:
-    """The share of n trials that each codec's cache answers with all five digits; None where the codec refused its input.
+) -> list[Answers]:
+    """What each codec's cache answers to the same trials.
 
     Args:
         model: one of the shipped models.
         trips: makes a fresh round trip of each codec.
-        n: trials, the same ones for every codec.
-        prompt_tokens: of each trial, question included.
+        trials: of `passkey_trials`.
         calibration: tables for calibrated codecs, or None to learn them from each trial's cache.
         progress: called after each trial.
     """
-    check_passkeys(model)
-    probes = probe_model(model.model)
-    right, failed = [0] * len(trips), [False] * len(trips)
-    for trial in make_trials(model.tokenizer, n, prompt_tokens=prompt_tokens, seed=SEED):
+    probes, found = probe_model(model.model), [Answers() for _ in trips]
+    for trial in trials:
         question = question_of(model, trial)
         told = len(trial.prompt_ids) - len(question)
         states = take_states(prefill(model, trial.prompt_ids[:told]), length=told)
-        for i, make in enumerate(trips):
+        for make, answers in zip(trips, found, strict=True):
             trip = make()
             trip = bound_trip(trip, states, probes, calibration, partial(own_moments, model, trial.prompt_ids[:told], trip.plan))
             caches = build_caches(coded_states(states, probes, trip))
-            right[i] += _greedy(model, caches, question, len(trial.answer_ids)) == trial.answer_ids
-            failed[i] |= trip.failed
+            answers.add(trip, _answers(model, caches, question, trial.answer_ids))
         if progress is not None:
             progress()
-    return [None if bad else count / n for count, bad in zip(right, failed, strict=True)]
+    return found
 
 
 def question_of(model: LoadedModel, trial: Trial) -> list[int]:
@@ -75,11 +110,7 @@ def question_of(model: LoadedModel, trial: Trial) -> list[int]:
     return list(next(ids for ids in asked if trial.prompt_ids[-len(ids) :] == ids))
 
 
-def _greedy(model: LoadedModel, caches: list[Any], ids: list[int], n: int) -> list[int]:
-    made: list[int] = []
-    step = ids
-    while len(made) < n:
-        best: Any = mx.argmax(model.model(mx.array([step]), cache=caches)[0, -1])
-        step = [best.item()]
-        made += step
-    return made
+def _answers(model: LoadedModel, caches: list[Any], question: list[int], answer: list[int]) -> bool:
+    """Whether greedy generation gives the answer: each of its tokens is the most likely one after those before it."""
+    logits = model.model(mx.array([question + answer[:-1]]), cache=caches)[0, -len(answer) :]
+    return mx.argmax(logits, axis=-1).tolist() == answer

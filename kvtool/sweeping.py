@@ -25,7 +25,7 @@ from kvtool.bootstrap import paired_ratio
 from kvtool.calibrations import Calibration, resolve
 from kvtool.capturing import check_ids, encode_prompt, token_ids
 from kvtool.model import LoadedModel
-from kvtool.passkeys import check_passkeys, passkey_shares
+from kvtool.passkeys import ask, check_passkeys, passkey_trials
 from kvtool.roundtrip import parse_roundtrip, without_exact_rows
 
 PROTOCOLS = ("prefix", "streaming")
@@ -185,8 +185,8 @@ def sweep(
     shares: dict[str, float | None] = {}
     if passkeys:
         trips = [partial(parse_roundtrip, "raw" if spec == OWN else spec) for spec in arms]
-        found = passkey_shares(model, trips, passkeys, calibration=tables, progress=lambda: advance(5 * len(arms)))
-        shares = dict(zip(arms, found, strict=True))
+        found = ask(model, trips, passkey_trials(model, passkeys), calibration=tables, progress=lambda: advance(5 * len(arms)))
+        shares = {spec: answers.share for spec, answers in zip(arms, found, strict=True)}
     digest = None if tables is None else tables.digest
     return SweepReport(model.info.name, protocol, before, relative_to, passkeys, rows_of(arms, references, shares), digest)
 

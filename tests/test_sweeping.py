@@ -22,13 +22,13 @@ from kvtool.cli import run
 from kvtool.cli.eval import split_specs
 from kvtool.evaluation import log_softmax
 from kvtool.model import LoadedModel
-from kvtool.passkeys import PROMPT, SEED, passkey_shares, question_of
+from kvtool.passkeys import ask, passkey_trials, question_of
 from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.roundtrip import MLX_BITS, Roundtrip, parse_roundtrip
 from kvtool.streaming_cache import StreamingCache, streaming_caches
 from kvtool.sweeping import SweepReport, SweepRow, rows_of, specs_of
 from kvtool.tiny.measure import own_prefill
-from kvtool.tiny.passkey import accuracy, make_trials
+from kvtool.tiny.passkey import accuracy
 from tests.library import f64, fill, tiny
 from tests.library import run as run_model
 from tests.texts import text
@@ -492,7 +492,7 @@ def test_passkeys() -> None:
     """The own cache answers what the model answers by itself; 2 bits without a window answer less than raw."""
     options: dict = {"prefix": 8, "tokens": 2, "window": "off"}
     found = kvtool.sweep(model(), {"t": token_ids()}, ["raw", "rvq-1:norm:nocenter"], passkeys=2, **options)
-    trials = make_trials(model().tokenizer, 2, prompt_tokens=PROMPT, seed=SEED)
+    trials = passkey_trials(model(), 2)
     own = accuracy(trials, own_prefill(model().model))
     assert found.row(OWN).passkey == found.row("raw").passkey == own == 1.0 and found.passkeys == 2
     assert (found.row("rvq-1:norm:nocenter,sink=0,recent=0").passkey or 0) < own
@@ -510,11 +510,14 @@ def test_passkeys_are_asked_of_all_that_precedes_the_question() -> None:
         trips.append(parse_roundtrip("rvq-4"))
         return trips[-1]
 
-    passkey_shares(model(), [make], 2, prompt_tokens=200)
-    for trip, trial in zip(trips, make_trials(model().tokenizer, 2, prompt_tokens=200, seed=SEED), strict=True):
+    trials = passkey_trials(model(), 2, prompt_tokens=200)
+    (found,) = ask(model(), [make], trials)
+    for trip, trial in zip(trips, trials, strict=True):
         rows = 200 - len(question_of(model(), trial))
         # 4 layers, keys and values, 2 heads of 64.
         assert (trip.exact_values, trip.coded_values) == (4 * 2 * 2 * 64 * 36, 4 * 2 * 2 * 64 * (rows - 36))
+    for name in ("coded_bytes", "coded_values", "exact_bytes", "exact_values"):
+        assert getattr(found, name) == sum(getattr(trip, name) for trip in trips)
 
 
 def test_a_refused_codec_answers_no_passkeys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +526,18 @@ def test_a_refused_codec_answers_no_passkeys(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Rvq, "encode", refuse)
     trips = [functools.partial(parse_roundtrip, spec) for spec in ("rvq-2", "raw")]
-    assert passkey_shares(model(), trips, 1, prompt_tokens=200)[0] is None
+    refused, raw = ask(model(), trips, passkey_trials(model(), 1, prompt_tokens=200))
+    assert refused.share is None and "not finite" in str(refused.refused) and raw.refused is None and raw.share is not None
+
+
+def test_the_answer_in_one_forward_is_the_greedy_one() -> None:
+    """Also where the model errs: one digit of the answer that is asked for is another one, each in turn."""
+    (trial,) = passkey_trials(model(), 1, prompt_tokens=300)
+    made = own_prefill(model().model)(trial.prompt_ids, 5)
+    for at in (None, *range(5)):
+        wanted = [*made] if at is None else [*made[:at], made[at] + 1, *made[at + 1 :]]
+        (found,) = ask(model(), [functools.partial(parse_roundtrip, "raw")], [replace(trial, answer_ids=wanted)])
+        assert (found.asked, found.right) == (1, int(at is None))
 
 
 def test_chunks_change_nothing_but_rounding() -> None:
