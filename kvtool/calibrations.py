@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,11 @@ class Calibration:
             codec, hyphen, rate = kind.partition("-")
             if codec in KINDS and (bool(hyphen) != (codec in _DESIGNED) or (hyphen and not _is_rate(rate))):
                 wanted = f"{codec}-RATE" if codec in _DESIGNED else codec
-                raise ManifestError(f"$.kinds: must be {wanted} of this codec, but got {kind!r:.40}", path=self._named)
+                raise ManifestError(f"$.kinds: must be {wanted} of this codec, but got {kind!r:.40}", path=self.source)
 
     @property
-    def _named(self) -> str | None:
+    def source(self) -> str | None:
+        """The file's name, or None."""
         return None if self.path is None else str(self.path)
 
     @property
@@ -78,9 +79,9 @@ class Calibration:
             try:
                 made = KINDS[kind.partition("-")[0]].from_arrays(self.file.tables[kind][layer])
             except ValueError as error:
-                raise ManifestError(f"{kind}:{layer}: {error}", path=self._named) from error
+                raise ManifestError(f"{kind}:{layer}: {error}", path=self.source) from error
             if isinstance(made, TczTables) and f"{made.rate:g}" != kind.partition("-")[2]:
-                raise ManifestError(f"{kind}:{layer}: must be of that design, but got rate {made.rate:g}", path=self._named)
+                raise ManifestError(f"{kind}:{layer}: must be of that design, but got rate {made.rate:g}", path=self.source)
             self._made[kind, layer] = made
         return self._made[kind, layer]
 
@@ -118,11 +119,9 @@ def resolve(spec: str | os.PathLike[str] | Calibration | None, *weights: str | N
         IncompatibleError: there is none, or it is of another model.
         FormatError, OSError: what is wrong with the file.
     """
-    if isinstance(spec, Calibration):
-        found = spec
-    elif spec == SELF:
+    if spec == SELF:
         return None
-    elif spec is None or spec == AUTO:
+    if spec is None or spec == AUTO:
         digest = next((digest for w in weights if (digest := store.newest_for(w)) is not None), None)
         if digest is None and spec is None:
             return None
@@ -130,13 +129,8 @@ def resolve(spec: str | os.PathLike[str] | Calibration | None, *weights: str | N
             what = f"{store.folder()} has no calibration of this model"
             raise IncompatibleError(what, hint="make one with kvtool calibrate, or name a file")
         found = _kept(digest)
-    elif _DIGEST.fullmatch(str(spec)) and not Path(spec).exists():
-        digests = [digest for digest, _ in store.kept() if digest.startswith(str(spec))]
-        if len(digests) != 1:
-            raise IncompatibleError(f"{store.folder()} has {len(digests)} calibrations whose digest begins with {spec}", hint="name a file")
-        found = _kept(digests[0])
     else:
-        found = load(spec)
+        found = _named(spec)
     if found.model.weights is None or found.model.weights not in weights:
         raise IncompatibleError(
             f"calibration {found.digest[:12]} is of {found.model.name}, whose weights {str(found.model.weights)[:12]} are not "
@@ -145,6 +139,47 @@ def resolve(spec: str | os.PathLike[str] | Calibration | None, *weights: str | N
             hint="calibrate this model",
         )
     return found
+
+
+def resolve_foreign(spec: str | os.PathLike[str] | Calibration | None, shapes: Mapping[str, tuple[int, int]]) -> Calibration:
+    """The calibration that a user names, of whatever weights, for a model of these shapes.
+
+    Args:
+        spec: a file or a digest.
+        shapes: layer name -> (heads, head_dim) of the model that it is for.
+    Raises:
+        ValueError: no file or digest.
+        IncompatibleError: it has other layers than the model, or tables of another shape.
+        FormatError, OSError: what is wrong with the file.
+    """
+    if spec is None or spec in (AUTO, SELF):
+        raise ValueError(f"[calibration] a foreign one must be a file or a digest, but got {spec!r}.")
+    found = _named(spec)
+    about = f"calibration {found.digest[:12]} of {found.model.name}"
+    held = [(kind, layer) for kind in found.file.tables if kind.partition("-")[0] in KINDS for layer in found.layers(kind)]
+    for kind, layer in held:
+        tables, live = found.tables(kind, layer), shapes.get(layer)
+        if live != (tables.heads, tables.dim):
+            here = "this model has no such keys and values" if live is None else f"this model has {live[0]} of {live[1]}"
+            what = f"{about} has {kind} tables of layer {layer} for {tables.heads} heads of {tables.dim}, {here}"
+            raise IncompatibleError(what, path=found.source, hint="take the calibration of a model of the same shape")
+    known = {layer for _, layer in held} | set(found.file.skipped)
+    missing = [layer for layer in shapes if layer not in known]
+    if missing:
+        raise IncompatibleError(f"{about} has no tables of layer {missing[0]}, which this model has", path=found.source)
+    return found
+
+
+def _named(spec: str | os.PathLike[str] | Calibration) -> Calibration:
+    """A calibration, or that of a file or of a digest in the store."""
+    if isinstance(spec, Calibration):
+        return spec
+    if not _DIGEST.fullmatch(str(spec)) or Path(spec).exists():
+        return load(spec)
+    digests = [digest for digest, _ in store.kept() if digest.startswith(str(spec))]
+    if len(digests) != 1:
+        raise IncompatibleError(f"{store.folder()} has {len(digests)} calibrations whose digest begins with {spec}", hint="name a file")
+    return _kept(digests[0])
 
 
 def _kept(digest: str) -> Calibration:

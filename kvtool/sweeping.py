@@ -22,10 +22,11 @@ import numpy as np
 
 from kvtool.arms import CHUNK, OWN, Arm, TextArms
 from kvtool.bootstrap import paired_ratio
-from kvtool.calibrations import Calibration, resolve
+from kvtool.calibrations import Calibration, resolve, resolve_foreign
 from kvtool.capturing import check_ids, encode_prompt, token_ids
 from kvtool.model import LoadedModel
 from kvtool.passkeys import ask, check_passkeys, passkey_trials
+from kvtool.probe import CacheProbe, probe_model
 from kvtool.roundtrip import parse_roundtrip, without_exact_rows
 
 PROTOCOLS = ("prefix", "streaming")
@@ -84,6 +85,7 @@ class SweepReport:
         passkeys: trials behind the column.
         rows: by codec, and within it by text; with several texts "all" comes last.
         calibration: digest of the one that calibrated codecs had, or None.
+        calibrated: name of the model that it is of, where that has other weights than the one that scored; else None.
     """
 
     model: str
@@ -93,6 +95,7 @@ class SweepReport:
     passkeys: int
     rows: tuple[SweepRow, ...]
     calibration: str | None = None
+    calibrated: str | None = None
 
     def row(self, codec: str, text: str | None = None) -> SweepRow:
         """The row of a codec; of the last text, which is "all" where there are several, if none is named.
@@ -124,6 +127,7 @@ def sweep(
     passkeys: int = 0,
     chunk: int = CHUNK,
     calibration: str | os.PathLike[str] | Calibration | None = None,
+    foreign_calibration: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> SweepReport:
     """Score codecs on texts. Deterministic, but for the seconds.
@@ -141,12 +145,14 @@ def sweep(
         passkeys: trials a codec, of the shipped models' passkey task, each with its prompt coded once; 0 leaves the column empty.
         chunk: tokens a forward; a streaming codec with side information a block (a mean, a table) has one a chunk.
         calibration: tables for calibrated codecs, as in `save`; "self" learns them from each text's own cache, and counts them in the bits.
+        foreign_calibration: take a calibration of other weights, a file or a digest, as long as its shapes are the model's.
         progress: called with (positions done, positions in all).
     Returns:
         SweepReport, the own cache's row first.
     Raises:
-        ValueError: an unknown protocol or codec, a codec or nothing twice, a text that is too short, a model without a passkey task.
-        IncompatibleError: streaming, and a layer without full attention.
+        ValueError: an unknown protocol or codec, a codec or nothing twice, a text that is too short, a model without a passkey task, or a
+            foreign calibration that is not named.
+        IncompatibleError: streaming, and a layer without full attention; a calibration of other weights or shapes.
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"[sweep] protocol must be one of {', '.join(PROTOCOLS)}, but got {protocol!r}.")
@@ -160,7 +166,10 @@ def sweep(
     if not codecs or not texts:
         raise ValueError("[sweep] give at least one codec and one text.")
     references = specs_of(codecs, sink, recent, window, relative_to)
-    tables = resolve(calibration, model.info.weights) if any(parse_roundtrip(spec).calibrated for spec in references) else None
+    tables = None
+    if any(parse_roundtrip(spec).calibrated for spec in references):
+        shapes = _shapes(probe_model(model.model)) if foreign_calibration else {}
+        tables = resolve_foreign(calibration, shapes) if foreign_calibration else resolve(calibration, model.info.weights)
     if ALL in texts and len(texts) > 1:
         raise ValueError(f"[sweep] a text cannot be named {ALL!r} beside others.")
     ids = {name: ids_of(model, name, text, before, count) for name, text in texts.items()}
@@ -188,7 +197,17 @@ def sweep(
         found = ask(model, trips, passkey_trials(model, passkeys), calibration=tables, progress=lambda: advance(5 * len(arms)))
         shares = {spec: answers.share for spec, answers in zip(arms, found, strict=True)}
     digest = None if tables is None else tables.digest
-    return SweepReport(model.info.name, protocol, before, relative_to, passkeys, rows_of(arms, references, shares), digest)
+    other = None if tables is None or tables.model.weights == model.info.weights else tables.model.name
+    return SweepReport(model.info.name, protocol, before, relative_to, passkeys, rows_of(arms, references, shares), digest, other)
+
+
+def _shapes(probes: Sequence[CacheProbe], prefix: str = "") -> dict[str, tuple[int, int]]:
+    """Layer name -> (heads, head_dim) of every cache with keys, those in lists too."""
+    found: dict[str, tuple[int, int]] = {}
+    for i, probe in enumerate(probes):
+        found |= {f"{prefix}{i}": (probe.k.heads, probe.k.dim)} if probe.k is not None else {}
+        found |= _shapes(probe.caches, f"{prefix}{i}.")
+    return found
 
 
 def specs_of(codecs: Sequence[str], sink: int | None, recent: int | None, window: str, relative_to: str | None) -> dict[str, str | None]:

@@ -100,6 +100,34 @@ def test_unbound_is_refused(tiny_a: LoadedModel, calibration: Calibration) -> No
         kvtool.sweep(other, {"p": list(ids(tiny_a))}, ["tc-2"], prefix=PREFIX, tokens=8, calibration=calibration)
 
 
+def test_a_calibration_of_another_model(tiny_a: LoadedModel, tiny_b: LoadedModel, calibration: Calibration) -> None:
+    """Taken where that is asked for, with what the model's own weights would give; by file or digest alone."""
+    options = {"prefix": PREFIX, "tokens": 20, "foreign_calibration": True}
+    found = kvtool.sweep(tiny_b, {"p": list(ids(tiny_a))}, ["tc-3"], calibration=calibration.path, **options)  # type: ignore[arg-type]
+    assert (found.model, found.calibrated, found.calibration) == ("tiny-b", "tiny-a", calibration.digest)
+    same = Calibration(replace(calibration.file, model=tiny_b.info), calibration.digest)
+    own = kvtool.sweep(tiny_b, {"p": list(ids(tiny_a))}, ["tc-3"], prefix=PREFIX, tokens=20, calibration=same)
+    assert own.calibrated is None and own.rows[-1].kl == found.rows[-1].kl is not None
+    for spec in (None, "auto", "self"):
+        with pytest.raises(ValueError, match=r"\[calibration\] a foreign one must be a file or a digest, but got"):
+            kvtool.sweep(tiny_b, {"p": list(ids(tiny_a))}, ["tc-3"], calibration=spec, **options)  # type: ignore[arg-type]
+
+
+def test_a_calibration_of_other_shapes(tiny_a: LoadedModel, calibration: Calibration) -> None:
+    shapes = dict.fromkeys(calibration.layers("tc"), (2, 64))
+    assert calibrations.resolve_foreign(calibration, shapes) is calibration
+    for wrong, said in (
+        (shapes | {"1": (3, 64)}, "tables of layer 1 for 2 heads of 64, this model has 3 of 64"),
+        (shapes | {"1": (2, 32)}, "for 2 heads of 64, this model has 2 of 32"),
+        ({"0": (2, 64)}, "this model has no such keys and values"),
+        (shapes | {"9": (2, 64)}, "no tables of layer 9, which this model has"),
+    ):
+        with pytest.raises(IncompatibleError, match=said):
+            calibrations.resolve_foreign(calibration, wrong)
+    skipping = Calibration(replace(calibration.file, skipped={"9": "recurrent"}), calibration.digest)
+    assert calibrations.resolve_foreign(skipping, shapes | {"9": (2, 64)}) is skipping
+
+
 def test_the_command(tiny_a: LoadedModel, calibration: Calibration, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.txt").write_text(text("prose")[:700])
     command = ["eval", "--model", "tiny-a", "--text", str(tmp_path / "t.txt"), "--prefix", "100", "--n", "40", "--codec", "tc-3,rvq-3"]
@@ -107,3 +135,11 @@ def test_the_command(tiny_a: LoadedModel, calibration: Calibration, tmp_path: Pa
     data = json.loads(capsys.readouterr().out)
     assert data["calibration"] == calibration.digest and {r["codec"].split(",")[0] for r in data["rows"]} == {"own", "tc-3", "rvq-3"}
     assert run([*command, "--calibration", "auto"]) == 5
+    command[command.index("tiny-a")] = "tiny-b"
+    assert run([*command, "--calibration", str(calibration.path)]) == 5
+    assert "whose weights" in capsys.readouterr().err
+    assert run([*command, "--calibration", str(calibration.path), "--foreign-calibration"]) == 0
+    out, err = capsys.readouterr()
+    assert "tables calibrated on tiny-a" in out and f"{calibration.digest[:12]}, which is of tiny-a, not of tiny-b" in err
+    assert run(["eval", str(tmp_path / "t.txt"), "--foreign-calibration", "--model", "tiny-b"]) == 2
+    assert "--foreign-calibration goes with --codec" in capsys.readouterr().err

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvtool.sweeping import SweepReport
 
 FILE_ONLY = ("arms", "allow_mismatch")
-SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "passkeys", "plot_file", "chunk")
+SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "passkeys", "plot_file", "chunk", "foreign_calibration")
 
 
 @click.command("eval")
@@ -83,6 +83,7 @@ SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "
     metavar="FILE|DIGEST|auto|self",
     help="Tables of a calibration; self: learnt from each text's own cache and counted. With IN.kv: the file that it needs.",
 )
+@click.option("--foreign-calibration", is_flag=True, help="Sweep: accept a calibration of other weights, if its shapes are the model's.")
 @click.option("--csv", "csv_file", metavar="F", help="Sweep, robustness: write the table as CSV as well.")
 @click.option("--plot", "plot_file", metavar="F", help="Sweep: plot KL against bits; .svg, or .png where matplotlib is installed.")
 @dtype_option
@@ -225,6 +226,8 @@ def _sweep(
     for row in report.rows:
         if row.note and row.text == report.rows[0].text:
             note(f"{row.codec}: {row.note}")
+    if report.calibrated is not None:
+        note(f"tables of calibration {(report.calibration or '')[:12]}, which is of {report.calibrated}, not of {report.model}")
     emit(as_json, data, sweep_table(report))
 
 
@@ -237,7 +240,8 @@ def sweep_table(report: "SweepReport") -> str:
     lines = [
         f"{report.model}, {report.protocol}: {report.prefix} tokens before the first scored one"
         + (f"; ratios of KL to that of {report.relative_to}" if ratios else "")
-        + (f"; {report.passkeys} passkeys" if passkeys else ""),
+        + (f"; {report.passkeys} passkeys" if passkeys else "")
+        + (f"; tables calibrated on {report.calibrated}" if report.calibrated is not None else ""),
         f"{'codec':<{width}} {'text':<{label}} {'n':>5} {'KL':>9} {'KL p99':>8} {'dPPL %':>8} {'top-1':>7} {'attn err':>9} "
         f"{'bits':>6} {'all':>6}{ratios}{passkeys} {'code s':>7}",
     ]
