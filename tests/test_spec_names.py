@@ -24,7 +24,7 @@ from veloxquant_mlx.codecs import CODECS, parse_codec
 
 SPEC = (Path(formats.header.__file__).parent / "SPEC.md").read_text(encoding="utf-8")
 SOURCES = sorted(Path(kvtool.__file__).parent.rglob("*.py"))
-SPECS = ("raw", "rvq-4", "rvq-2+2", "k=rabitq,v=rvq-4", "rabitq-4", "affine-4", "commvq-2", "vecinfer-2", "qjl")
+SPECS = ("raw", "rvq-4", "rvq-2+2", "k=rabitq,v=rvq-4", "rabitq-4", "affine-4", "commvq-2", "commvq-2:product", "vecinfer-2", "qjl")
 
 
 def rows(text: str) -> set[str]:

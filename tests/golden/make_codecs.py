@@ -41,6 +41,9 @@ CASES = {
     "vecinfer/v1/1-nosmooth-f16-d80": "k=vecinfer-1:nosmooth,v=raw",
     "qjl/v1/1-center-f32-d64": "k=qjl,v=raw",
     "qjl/v1/3-nocenter-seed7-bf16-d36": "k=qjl-3:nocenter:seed=7,v=raw",
+    "commvq-product/v1/2-f32-d64": "k=commvq-2:product,v=raw",
+    "commvq-product/v1/1-bf16-d80": "k=commvq-1:product,v=raw",
+    "commvq-product/v1/2-first4-dims8-f16-d36": "k=commvq-2:product:first=4:dims=8,v=raw",
 }
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 

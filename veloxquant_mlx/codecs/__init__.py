@@ -4,11 +4,13 @@ SPEC  = CODEC | FIELD, or several, with commas      rvq-2+2        rabitq,sink=0
 FIELD = k=CODEC | v=CODEC | sink=N | recent=N | frame=post|pre
         sink=4, recent=32 of a lossy codec, 0 of raw, where they are not given: the first 4 positions and the newest 32 rows are exact
 CODEC = raw | rvq-N[:OPTION...] | rvq-A+B[:OPTION...] | rabitq[:OPTION...] | rabitq-N[:OPTION...] | affine-N[:AFFINE...]
-      | commvq-N[:PLANES] | commvq-N:additive[:carry] | vecinfer-N[:SMOOTH] | qjl[:QJL...] | qjl-N[:QJL...] | tc-N[:TC...] | tcz-R
+      | commvq-N[:PLANES] | commvq-N:additive[:carry] | commvq-N:product[:PLANES]
+      | vecinfer-N[:SMOOTH] | qjl[:QJL...] | qjl-N[:QJL...] | tc-N[:TC...] | tcz-R
 OPTION = norm | ls | unbiased | center | nocenter | seed=N
 AFFINE = group=N | channel | token
 PLANES = first=N:dims=N                               rotary entries, found from the model where it is there
 additive: N one of 1, 1.5, 2, 3                       calibrated; carry as TC's
+product: N 1 or 2                                     words of 8 or 4 entries
 SMOOTH = smooth | nosmooth
 QJL = center | nocenter | seed=N
 TC = carry | seed=N                                   calibrated; carry puts the tables into the file
@@ -21,6 +23,7 @@ from veloxquant_mlx.codecs._base import BLOCK_VALUES, Codec, Frame, RoleName, to
 from veloxquant_mlx.codecs.affine import Affine
 from veloxquant_mlx.codecs.commvq import CommVq
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
+from veloxquant_mlx.codecs.commvq_product import CommVqProduct
 from veloxquant_mlx.codecs.qjl import Qjl
 from veloxquant_mlx.codecs.rabitq import Rabitq
 from veloxquant_mlx.codecs.raw import Raw
@@ -35,11 +38,11 @@ __all__ = ["BLOCK_VALUES", "CODECS", "RECENT", "SINK", "Codec", "CodecPlan", "pa
 SINK, RECENT = 4, 32
 
 # The first that takes a spec string has it: commvq leaves no option to others.
-_ALL: tuple[type[Codec], ...] = (Raw, Rvq, Rabitq, Affine, CommVqAdditive, CommVq, VecInfer, Qjl, Tc, Tcz)
+_ALL: tuple[type[Codec], ...] = (Raw, Rvq, Rabitq, Affine, CommVqAdditive, CommVqProduct, CommVq, VecInfer, Qjl, Tc, Tcz)
 CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in _ALL}
 KNOWN = (
     "raw, rvq-N (rvq-4), rvq-A+B (rvq-2+2), rabitq, rabitq-N (rabitq-4), affine-N (affine-4), commvq-N (commvq-2), "
-    "commvq-N:additive (commvq-2:additive, calibrated), "
+    "commvq-N:additive (commvq-2:additive, calibrated), commvq-N:product (commvq-2:product), "
     "vecinfer-N (vecinfer-2), qjl, qjl-N (qjl-2), tc-N (tc-2, calibrated), tcz-R (tcz-1.1, calibrated); "
     f"per role k=... and v=...; sink=N ({SINK} of a lossy codec), recent=N ({RECENT}), frame=post|pre"
 )

@@ -1,0 +1,219 @@
+"""commvq-N:product: keys before RoPE as one word for each part of a row, the operands of `metal.comm_vq_decode_metal`.
+
+    y    = the row with the planes of RoPE as entries (i, i + D / 2): the row itself where all of it is rotary
+    y^_j = words[h, j, code_j]        each run j of `sub` neighbouring entries of y by its nearest word of 256, of this head and run
+
+Words are k-means of the rows being coded (a sample of 2048 of them), the same for the same rows. A mean is in the words, and there is no
+number per token. Unlike the words of `commvq`, these do not commute with RoPE: codes stay as they are when a position, a base or a scaling
+changes, but a key must be decoded before it is rotated or scored.
+
+Parts: codes (H, S, D / sub) U8; words (H, D / sub, 256, sub) F16: `indices` and `codebook` of a head as the kernel takes them, with
+cb_size = 256, positions of the live keys and inv_freq = (frequencies of the planes, then 0 for those that do not turn)
+(`CommVqProduct.rotated_keys`). It reads keys under any RoPE that is one frequency a plane: default, linear, llama3, proportional ... as
+they are; partial or at the end of the row, once entries are back in their own order (the kernel's are in that of y); interleaved, whose
+rows before RoPE are half-split in a file, so that queries must be too; yarn and longrope with their magnitude in the words, as float32.
+
+    commvq-2:product    sub 4        commvq-1:product    sub 8        values: rvq-4
+
+Tables take 4096 / S bits a value for S tokens: 8 at 512, 1 at 4096, 1/8 at 32768. float16 words hold entries up to 65504 (larger ones are
+refused) to 11 bits, and nothing below 2^-25.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import mlx.core as mx
+import numpy as np
+
+from formats.errors import ManifestError
+from veloxquant_mlx.allocators.vecinfer import train_codebook
+from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs.rvq import Rvq
+from veloxquant_mlx.metal._comm_vq import comm_vq_decode_metal
+from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
+from veloxquant_mlx.transfer.rope import RopeSpec
+
+SUBS = {"1": 8, "2": 4}  # bits a value: entries of a word
+WORDS = 256  # a code is a byte
+MAX_ROPE = 1 << 20
+MAX_POSITION = 1 << 24
+_SAMPLE_ROWS = 2048  # rows that words are learnt from
+
+
+@dataclass(frozen=True)
+class CommVqProduct(Codec):
+    """Words for runs of neighbouring entries, learnt for each run of each head.
+
+    Attributes:
+        sub: entries of a word, 4 or 8.
+        first, dims: the rotary entries; dims None is the whole row.
+    """
+
+    sub: int
+    first: int = 0
+    dims: int | None = None
+    id: ClassVar[str] = "commvq-product"
+
+    @classmethod
+    def parse(cls, text: str, role: RoleName) -> Codec | None:
+        name, *options = text.split(":")
+        if not name.startswith("commvq") or "product" not in options:
+            return None
+        if name.removeprefix("commvq-") not in SUBS:
+            raise ValueError(f"[codec] {text!r}: write commvq-N:product with N one of {', '.join(SUBS)}.")
+        options.remove("product")
+        found = {}
+        for word in options:
+            if not re.fullmatch(r"(first|dims)=\d{1,6}", word) or word.partition("=")[0] in found:
+                raise ValueError(f"[codec] {text!r}: unknown option {word!r}; with product there are first=N, dims=N, each once.")
+            found[word.partition("=")[0]] = int(word.partition("=")[2])
+        if found.get("dims", 2) % 2 or not found.get("dims", 2) or ("first" in found and "dims" not in found):
+            raise ValueError(f"[codec] {text!r}: dims must be even and positive, and first goes with it.")
+        return Rvq.parse("rvq-4", role) if role == "v" else cls(SUBS[name.removeprefix("commvq-")], **found)
+
+    def spec(self, role: RoleName | None = None) -> str:
+        rotary = "" if self.dims is None else f":first={self.first}:dims={self.dims}"
+        return f"commvq-{8 // self.sub}:product{rotary}"
+
+    def to_params(self) -> dict:
+        return {"sub": self.sub, "first": self.first, "dims": self.dims}
+
+    @classmethod
+    def from_params(cls, params: dict) -> Self:
+        sub, first, dims = (params.get(key) for key in ("sub", "first", "dims"))
+        if type(sub) is not int or sub not in SUBS.values():
+            raise ManifestError(f"sub must be 4 or 8, but got {sub!r:.40}")
+        if type(first) is not int or not 0 <= first <= MAX_ROPE:
+            raise ManifestError(f"first must be an integer in 0..{MAX_ROPE}, but got {first!r:.40}")
+        if dims is not None and (type(dims) is not int or not 0 < dims <= MAX_ROPE or dims % 2):
+            raise ManifestError(f"dims must be null or an even integer in 2..{MAX_ROPE}, but got {dims!r:.40}")
+        return cls(sub, first, dims)
+
+    def takes(self, dim: int) -> bool:
+        return dim > 0 and dim % self.sub == 0 and self.first + (self.dims or 2) <= dim
+
+    def for_rotary(self, first: int, dims: int, dim: int) -> Self:
+        return self if (first, dims) == (0, dim) else replace(self, first=first, dims=dims)
+
+    def default_frame(self, role: RoleName) -> Frame:
+        return "pre"
+
+    def layout(self, shape: Shape, dtype: mx.Dtype) -> Layout:
+        heads, tokens, dim = shape
+        self._check_dim(dim)
+        return {
+            "codes": ("U8", (heads, tokens, dim // self.sub)),
+            "words": ("F16", (heads, dim // self.sub, WORDS, self.sub)),
+        }
+
+    def order(self, dim: int) -> np.ndarray:
+        """Which entry of a row each entry of its words is, (D,): i and i + D / 2 are what RoPE turns together, the rotary pairs first."""
+        self._check_dim(dim)
+        dims = dim if self.dims is None else self.dims
+        rotary = np.arange(self.first, self.first + dims)
+        others = np.setdiff1d(np.arange(dim), rotary)
+        return np.concatenate([rotary.reshape(2, -1), others.reshape(2, -1)], axis=1).reshape(-1)
+
+    def encode(self, x: mx.array) -> dict[str, mx.array]:
+        self._check_input(x)
+        layout = self.layout(x.shape, x.dtype)
+        if x.size == 0:
+            return {part: mx.zeros(shape, DTYPES[dtype]) for part, (dtype, shape) in layout.items()}
+        self._check_finite(x)
+        self._check_range(x)
+        heads, tokens, dim = x.shape
+        words = self._learn(x)
+        blocks = []
+        # Every part takes a distance to each word: no more tokens in a block than leave room for those.
+        for block in token_blocks((1, tokens, max(heads * dim, WORDS))):
+            parts = self._parts(x[:, block])
+            codes = []
+            for h, i in np.ndindex(heads, dim // self.sub):
+                codes.append(vecinfer_quantize_metal(parts[h, i], words[h, i], self.sub).astype(mx.uint8))
+                mx.eval(codes[-1])  # the distances of one table at a time
+            blocks.append(mx.contiguous(mx.concatenate(codes, axis=-1).reshape(-1, heads, dim // self.sub).swapaxes(0, 1)))
+            mx.eval(blocks[-1])
+        parts = {"codes": mx.concatenate(blocks, axis=1), "words": words}
+        mx.eval(parts)
+        return parts
+
+    def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+        parts = self._checked_parts(parts, self.layout(shape, dtype))
+        back = mx.array(np.argsort(self.order(shape[2])).astype(np.uint32))
+        heads, _, dim = shape
+        table = parts["words"].reshape(-1, self.sub)
+        starts = (mx.arange(heads * dim // self.sub, dtype=mx.uint32) * WORDS).reshape(heads, 1, -1)
+        out = mx.zeros(shape, dtype)
+        for tokens in token_blocks(shape):
+            rows = table[starts + parts["codes"][:, tokens].astype(mx.uint32)]
+            out[:, tokens] = mx.take(rows.reshape(heads, -1, dim), back, axis=-1).astype(dtype)
+            mx.eval(out)
+        return out
+
+    def rotated_keys(self, parts: dict[str, mx.array], shape: Shape, positions: np.ndarray, rope: RopeSpec | None) -> mx.array:
+        """The keys as a half-split model caches them, a head's parts going to `comm_vq_decode_metal` as they are.
+
+        Args:
+            parts: of keys coded before RoPE.
+            shape: (H, S, D) of them.
+            positions: (S,) int, of the keys, less than 2^24 from 0.
+            rope: rotation of the live keys, or None; its pairing is of no account.
+
+        Returns:
+            (H, S, D) float16, rotary entries in half-split order.
+
+        Raises:
+            ValueError: shapes or positions that do not fit, or a rope on other entries than the codec's.
+
+        Error: that of the kernel, whose frequencies are float32: an angle is off by up to 2^-24 of itself.
+        """
+        _, tokens, dim = shape
+        parts = self._checked_parts(parts, self.layout(shape, mx.float16))
+        order, rotary = self.order(dim), (self.first, dim if self.dims is None else self.dims)
+        if rope is not None and (rope.first, rope.dims) != rotary:
+            raise ValueError(f"[{self.id}] words' pairs are on entries (first, dims) {rotary}, but RoPE is on {(rope.first, rope.dims)}.")
+        at = np.asarray(positions)
+        if at.shape != (tokens,) or at.dtype.kind != "i" or np.abs(at).max(initial=0) >= MAX_POSITION:
+            got = f"{at.dtype} {at.shape} up to {np.abs(at).max(initial=0)}"
+            raise ValueError(f"[{self.id}] positions must be ({tokens},) integers below {MAX_POSITION}, but got {got}.")
+        frequencies, words = np.zeros(dim // 2, np.float32), parts["words"]
+        if rope is not None:
+            frequencies[: rope.dims // 2] = rope.frequencies
+        if rope is not None and rope.magnitude != 1:
+            size = np.where((order >= rope.first) & (order < rope.first + rope.dims), rope.magnitude, 1.0).astype(np.float32)
+            words = words.astype(mx.float32) * mx.array(size.reshape(-1, 1, self.sub))
+        operands = mx.array(at.astype(np.int32)), mx.array(frequencies), dim // self.sub, self.sub, WORDS
+        keys = [comm_vq_decode_metal(codes, book, *operands) for codes, book in zip(parts["codes"], words, strict=True)]
+        return mx.take(mx.stack(keys), mx.array(np.argsort(order).astype(np.uint32)), axis=-1)
+
+    def _learn(self, x: mx.array) -> mx.array:
+        """The part `words`."""
+        heads, tokens, dim = x.shape
+        picked = mx.array(np.unique(np.linspace(0, tokens - 1, min(tokens, _SAMPLE_ROWS)).round().astype(np.uint32)))
+        words = np.zeros((heads, dim // self.sub, WORDS, self.sub), np.float16)
+        for h in range(heads):
+            for i, points in enumerate(np.array(self._parts(x[h : h + 1, picked])[0])):
+                # With no more distinct points than words, k-means would start from copies of some and miss others.
+                distinct = np.unique(points, axis=0)
+                words[h, i] = np.array(train_codebook(mx.array(distinct if len(distinct) <= WORDS else points), WORDS, self.sub))
+        return mx.array(words)
+
+    def _parts(self, x: mx.array) -> mx.array:
+        """Rows (H, S, D) as (H, D / sub, S, sub) float32, entries in `order`."""
+        heads, tokens, dim = x.shape
+        rows = mx.take(x.astype(mx.float32), mx.array(self.order(dim).astype(np.uint32)), axis=-1)
+        return rows.reshape(heads, tokens, -1, self.sub).swapaxes(1, 2)
+
+    def _check_range(self, x: mx.array) -> None:
+        largest = max(mx.max(mx.abs(x[:, tokens])).item() for tokens in token_blocks(x.shape))
+        if largest > FLOAT16_MAX:
+            raise ValueError(
+                f"[{self.id}] values must be within {FLOAT16_MAX:g}, which float16 words hold, but the largest is {largest:g}; "
+                "--codec rvq-4 stores them."
+            )
+
+    def _check_dim(self, dim: int) -> None:
+        if not self.takes(dim):
+            last = self.first + (self.dims or 2)
+            raise ValueError(f"[{self.id}] head_dim must be a multiple of {self.sub} and at least {last}, but got {dim}.")
