@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed-$(or $(EXTRA),metal)
 # MLX's CPU wheel carries reference BLAS; OpenBLAS in front of it makes float32 products 15 times faster.
 PRELOAD   = $(if $(filter cpu,$(EXTRA)),$(foreach f,$(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0)),LD_PRELOAD=$(f)))
 
-.PHONY: setup system demo test test-all lint format reach frontier off-domain self-calibration passkeys clean
+.PHONY: setup system demo test test-all lint format reach frontier off-domain foreign-calibration self-calibration passkeys clean
 
 setup: system $(STAMP)
 
@@ -53,6 +53,10 @@ frontier: setup
 # What a calibration without texts of a prompt's kind costs.
 off-domain: setup
 	$(PRELOAD) $(BIN)/python -m tests.smollm2.off_domain
+
+# What one model's calibration is worth in another.
+foreign-calibration: setup
+	$(PRELOAD) $(BIN)/python -m tests.smollm2.foreign_calibration
 
 # What tables learnt from the cache itself cost, in bits.
 self-calibration: setup

@@ -168,7 +168,7 @@ def sweep(
     references = specs_of(codecs, sink, recent, window, relative_to)
     tables = None
     if any(parse_roundtrip(spec).calibrated for spec in references):
-        shapes = _shapes(probe_model(model.model)) if foreign_calibration else {}
+        shapes = layer_shapes(probe_model(model.model)) if foreign_calibration else {}
         tables = resolve_foreign(calibration, shapes) if foreign_calibration else resolve(calibration, model.info.weights)
     if ALL in texts and len(texts) > 1:
         raise ValueError(f"[sweep] a text cannot be named {ALL!r} beside others.")
@@ -201,12 +201,12 @@ def sweep(
     return SweepReport(model.info.name, protocol, before, relative_to, passkeys, rows_of(arms, references, shares), digest, other)
 
 
-def _shapes(probes: Sequence[CacheProbe], prefix: str = "") -> dict[str, tuple[int, int]]:
+def layer_shapes(probes: Sequence[CacheProbe], prefix: str = "") -> dict[str, tuple[int, int]]:
     """Layer name -> (heads, head_dim) of every cache with keys, those in lists too."""
     found: dict[str, tuple[int, int]] = {}
     for i, probe in enumerate(probes):
         found |= {f"{prefix}{i}": (probe.k.heads, probe.k.dim)} if probe.k is not None else {}
-        found |= _shapes(probe.caches, f"{prefix}{i}.")
+        found |= layer_shapes(probe.caches, f"{prefix}{i}.")
     return found
 
 

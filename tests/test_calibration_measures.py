@@ -1,4 +1,4 @@
-"""The commands that measure calibrations on SmolLM2, here on a tiny model: off-domain and self-calibration."""
+"""The commands that measure calibrations on SmolLM2, here on a tiny model: off-domain, another model's, self-calibration."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,9 @@ from kvtool import calibrations
 from kvtool.calibrations import SELF
 from kvtool.model import LoadedModel
 from kvtool.moments import collect
-from tests.smollm2 import off_domain, self_calibration
+from tests.library import calibration_of
+from tests.smollm2 import foreign_calibration, off_domain, self_calibration
+from tests.smollm2.frontier import LONG_CHUNK, REFERENCE
 from tests.smollm2.self_calibration import Plan, Point, bits_at
 from tests.texts import text
 
@@ -50,6 +52,27 @@ def test_off_domain(tiny_a: LoadedModel, tmp_path: Path) -> None:
     assert page.count("MISSED") == 3 and page.count("| noise |") == 2
     off_domain.write("x", page, {"rows": []}, tmp_path / "out")
     assert (tmp_path / "out" / "x.md").read_text() == page and (tmp_path / "out" / "x.json").exists()
+
+
+def test_foreign_calibration(tiny_a: LoadedModel, tiny_b: LoadedModel, calibration_a: bytes) -> None:
+    """Rows are those of sweeps with either calibration, and the ratios of their KL."""
+    foreign = calibrations.Calibration(from_bytes(calibration_a), "0" * 64)
+    own = calibrations.Calibration(calibration_of(tiny_b, ids(tiny_b, "technical", 320)), "1" * 64)
+    texts = {name: text(name)[:900] for name in ("prose", "code")}
+    found = list(foreign_calibration.rows(tiny_b, texts, foreign, own, print, 64))
+    codecs = foreign_calibration.CODECS
+    assert [(row.text, row.codec) for row in found] == [(name, codec) for name in (*texts, "all") for codec in codecs]
+    options = {"protocol": "streaming", "tokens": 64, "chunk": LONG_CHUNK, "relative_to": REFERENCE, "foreign_calibration": True}
+    theirs, ours = (kvtool.sweep(tiny_b, texts, ["tc-3.05", REFERENCE], calibration=c, **options) for c in (foreign, own))
+    spec = "tc-3.05,sink=4,recent=32"
+    for row in found[1::3]:
+        a, b = theirs.row(spec, row.text), ours.row(spec, row.text)
+        assert (row.positions, row.bits, row.own_bits, row.kl, row.own_kl) == pytest.approx((a.n, a.bits, b.bits, a.kl, b.kl))
+        assert row.ratio == pytest.approx((a.ratio, a.ratio_low, a.ratio_high)) and row.own_ratio[0] == pytest.approx(b.ratio)
+    for row in found:
+        assert row.cost[0] == pytest.approx(row.kl / row.own_kl) and row.kl != row.own_kl
+    page = foreign_calibration.markdown(found, foreign, own, "make it")
+    assert page.count("| all |") == 3 and page.count("| prose |") == 3
 
 
 def test_bits_at() -> None:

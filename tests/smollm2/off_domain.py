@@ -142,12 +142,13 @@ def rows(
         ids = ids_of(model, kind, held_out[kind], PREFIX[PROTOCOL], tokens)
         base = TextArms(model, kind, ids, PROTOCOL, PREFIX[PROTOCOL], LONG_CHUNK)
         for codec, limit in codecs.items():
-            row = _row(kind, codec, limit, *(_arm(base, codec, tables) for tables in (of_all, of_others)))
+            row = _row(kind, codec, limit, *(arm_with(base, codec, tables) for tables in (of_all, of_others)))
             say(f"{kind}, {codec}: KL {row.kl:.5f}, without {kind} {row.off_kl:.5f}")
             yield row
 
 
-def _arm(base: TextArms, codec: str, tables: Calibration) -> Arm:
+def arm_with(base: TextArms, codec: str, tables: Calibration) -> Arm:
+    """The arm of a codec with these tables."""
     base.calibration = tables
     return base.arm(parse_roundtrip(codec, SINK, RECENT))
 
