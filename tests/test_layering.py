@@ -26,6 +26,16 @@ ALLOWED = {
         "veloxquant_mlx.transfer.rope",
         "formats",
     },
+    "veloxquant_mlx.caches": {
+        "mlx",
+        "mlx_lm",
+        "numpy",
+        "veloxquant_mlx.codecs",
+        "veloxquant_mlx.metal",
+        "veloxquant_mlx.allocators",
+        "veloxquant_mlx.transfer.rope",
+        "formats",
+    },
     "veloxquant_mlx.selftest.oracles": {"numpy"},
     "veloxquant_mlx.selftest": {
         "mlx",

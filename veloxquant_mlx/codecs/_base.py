@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Literal, Self
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx.codecs._reading import RowReader
+
 Shape = tuple[int, int, int]  # H, S, D
 RoleName = Literal["k", "v"]
 Frame = Literal["post", "pre"]
@@ -161,6 +163,20 @@ class Codec(ABC):
         Raises:
             ValueError: a part is missing, or has another dtype or shape than `layout` says.
         """
+
+    def reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+        """What reads tiles of rows from their parts, as attention wants them.
+
+        Args:
+            parts: what `encode` returned, or the same read from a file.
+            shape: (H, S, D) of the array that was encoded; S may be 0.
+
+        Raises:
+            ValueError: an eager codec, or parts that `layout` does not describe.
+        """
+        if self.eager:
+            raise ValueError(f"[{self.id}] rows are decoded all at once; they cannot be read tile by tile.")
+        return RowReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
     def nbytes(self, shape: Shape, dtype: mx.Dtype) -> int:
         """Bytes of all parts, side information included, before any padding of the container.

@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 
 _MASKS = (0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF, 0x00000000FFFFFFFF)  # the lower lane of each pair, by step
-# Codes looked up at once: a table row gives that many values, and the table stays within a core's cache (at most 2**14 entries).
-_TOGETHER = {1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 1}
+# Codes looked up at once: a table row gives that many values, and the table stays within a core's cache (1 MiB at most).
+_TOGETHER = {1: 8, 2: 4, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 1}
 
 
 def packed_bytes(dim: int, bits: int) -> int:
@@ -62,6 +62,8 @@ def lookup(packed: mx.array, codebook: tuple[float, ...], dim: int) -> mx.array:
     together = _TOGETHER[bits]
     if together * bits == 8:
         index = packed
+    elif together * bits == 16:
+        index = _pad_last(packed, packed.shape[-1] % 2).view(mx.uint16)
     else:
         steps = {4: 1, 2: 2}[together]  # leave lanes of four or of two codes unsplit
         index = _split(packed, bits, dim, steps).view(mx.uint32 if together == 4 else mx.uint16)

@@ -29,8 +29,9 @@ import mlx.core as mx
 
 from formats.errors import ManifestError
 from veloxquant_mlx.allocators.codebooks import MAX_BITS, Codebook, boundaries
-from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, LARGEST, SMALLEST, Codec, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, LARGEST, SMALLEST, Codec, Given, Layout, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
+from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs._rotation import rotate, unrotate
 
 ScaleKind = Literal["norm", "ls", "unbiased"]
@@ -133,6 +134,9 @@ class RotatedCodec(Codec):
             mx.eval(out)
         return out
 
+    def reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+        return _RotatedReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
+
     def _encode_block(self, x: mx.array, mean: mx.array | None) -> dict[str, mx.array]:
         dim = x.shape[-1]
         if mean is not None:
@@ -159,16 +163,20 @@ class RotatedCodec(Codec):
         return packed
 
     def _decode_block(self, parts: dict[str, mx.array], tokens: slice, dim: int) -> mx.array:
+        tile = self._tile({part: parts[part][:, tokens] for part in (*self.code_parts, "scale")}, dim)
+        assert tile.scale is not None
+        x = unrotate(tile.points, self.seed) * tile.scale[..., None]
+        return x if tile.centred is None else x + tile.centred[..., None] * parts["mean"].astype(mx.float32)[:, None]
+
+    def _tile(self, parts: dict[str, mx.array], dim: int) -> Tile:
         q = None
         for part, codebook in zip(self.code_parts, self.codebooks, strict=True):
-            codewords = lookup(parts[part][:, tokens], codebook, dim)
+            codewords = lookup(parts[part], codebook, dim)
             q = codewords if q is None else q + codewords
-        scale = parts["scale"][:, tokens, None]
-        x = unrotate(q, self.seed) * mx.abs(scale).astype(mx.float32)
-        if self.center:
-            positive = (scale.view(mx.uint16) < 0x8000).astype(mx.float32)  # by its bit: a zero has a sign too
-            x = x + positive * parts["mean"].astype(mx.float32)[:, None]
-        return x
+        scale = parts["scale"]
+        # By its bit: a zero has a sign too.
+        centred = (scale.view(mx.uint16) < 0x8000).astype(mx.float32) if self.center else None
+        return Tile(q, mx.abs(scale).astype(mx.float32), centred)
 
     def _nearest(self, y: mx.array, codebook: Codebook) -> mx.array:
         """Index of each value's cell, uint8: how many boundaries lie below it."""
@@ -186,6 +194,18 @@ class RotatedCodec(Codec):
         other = mx.sum(mx.square(q if self.scale == "ls" else y), axis=-1)
         over, under = (yq, other) if self.scale == "ls" else (other, yq)
         return mx.where(under > 0, over / under, 1.0)
+
+
+class _RotatedReader(RowReader):
+    """Points are codewords: the rotation is the query's, or the output's."""
+
+    def __init__(self, codec: RotatedCodec, parts: dict[str, mx.array], shape: Shape) -> None:
+        super().__init__(codec, parts, shape)
+        self.seed = codec.seed
+        self.mean = parts["mean"].astype(mx.float32) if codec.center else None
+
+    def tile(self, start: int, stop: int, given: Given | None = None, after: mx.array | None = None) -> Tile:
+        return self.codec._tile(self.sliced(start, stop, after), self.shape[2])
 
 
 def encode_centred(

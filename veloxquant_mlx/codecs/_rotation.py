@@ -34,6 +34,14 @@ def unrotate(y: mx.array, seed: int) -> mx.array:
     return _transform(y) * _device_signs(y.shape[-1], seed)
 
 
+@lru_cache(maxsize=64)
+def matrix(dim: int, seed: int) -> mx.array:
+    """R, (D, D) float32, of `rotate`: R x as a row times its transpose, x R^T; `unrotate` is y R. On a CPU a product is the faster way."""
+    rows = rotate(mx.eye(dim), seed).swapaxes(0, 1)
+    mx.eval(rows)
+    return rows
+
+
 def signs(dim: int, seed: int) -> list[int]:
     """+1 or -1 per dimension: -1 where the top bit of the SplitMix64 output is set (Steele, Lea and Flood 2014).
 

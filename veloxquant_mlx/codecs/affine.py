@@ -41,12 +41,14 @@ from veloxquant_mlx.codecs._base import (
     SMALLEST,
     Codec,
     Frame,
+    Given,
     Layout,
     RoleName,
     Shape,
     token_blocks,
 )
 from veloxquant_mlx.codecs._bits import pack, packed_bytes, unpack
+from veloxquant_mlx.codecs._reading import RowReader, Tile
 
 Per = Literal["channel", "token"]
 DEFAULT_GROUP = 32
@@ -141,13 +143,26 @@ class Affine(Codec):
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         out = mx.zeros(shape, dtype)
         for tokens in token_blocks(shape, self.tokens_together):
-            codes = unpack(parts["codes"][:, tokens], self.bits, shape[2])
             sides = slice(tokens.start // self.tokens_together, -(-tokens.stop // self.tokens_together))
-            scale, zero = (self._spread(parts[part][:, sides].astype(mx.float32), codes.shape) for part in ("scale", "zero"))
-            block = codes.astype(mx.float32) * scale + zero
+            cut = {part: x[:, tokens if part == "codes" else sides] for part, x in parts.items()}
+            block = self._decode_block(cut, shape[2])
             out[:, tokens] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
             mx.eval(out)
         return out
+
+    def reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+        return _AffineReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
+
+    def _decode_block(self, parts: dict[str, mx.array], dim: int) -> mx.array:
+        """Rows of whole groups (or to the end), float32."""
+        x = unpack(parts["codes"], self.bits, dim).astype(mx.float32)
+        scale, zero = (parts[part].astype(mx.float32) for part in ("scale", "zero"))
+        axis = 1 if self.per == "channel" else 2
+        if x.shape[axis] % self.group:
+            return x * self._spread(scale, x.shape) + self._spread(zero, x.shape)
+        # Whole groups need no copy of the step at each of their values.
+        grouped = mx.unflatten(x, axis, (-1, self.group))
+        return (grouped * mx.expand_dims(scale, axis + 1) + mx.expand_dims(zero, axis + 1)).reshape(x.shape)
 
     def _encode_block(self, x: mx.array) -> dict[str, mx.array]:
         levels = (1 << self.bits) - 1
@@ -176,6 +191,13 @@ class Affine(Codec):
         """A group's number at each of its values."""
         axis = 1 if self.per == "channel" else 2
         return mx.take(side, mx.arange(shape[axis]) // self.group, axis=axis)
+
+
+class _AffineReader(RowReader):
+    def tile(self, start: int, stop: int, given: Given | None = None, after: mx.array | None = None) -> Tile:
+        together = self.codec.tokens_together
+        first, last = start // together * together, min(-(-stop // together) * together, self.shape[1])
+        return Tile(self.codec._decode_block(self.sliced(first, last, after), self.shape[2])[:, start - first : stop - first])
 
 
 def _default_per(role: RoleName) -> Per:

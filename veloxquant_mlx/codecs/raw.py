@@ -8,7 +8,8 @@ from typing import ClassVar, Self
 
 import mlx.core as mx
 
-from veloxquant_mlx.codecs._base import FLOATS, Codec, Frame, Layout, RoleName, Shape
+from veloxquant_mlx.codecs._base import FLOATS, Codec, Frame, Given, Layout, RoleName, Shape
+from veloxquant_mlx.codecs._reading import RowReader, Tile
 
 
 @dataclass(frozen=True)
@@ -48,3 +49,12 @@ class Raw(Codec):
         stored = parts["data"].dtype if "data" in parts else dtype
         stored = mx.bfloat16 if stored == mx.uint16 else stored
         return self._checked_parts(parts, self.layout(shape, stored if stored in FLOATS else dtype))["data"].astype(dtype)
+
+    def reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+        stored = parts["data"].dtype if "data" in parts else mx.float32
+        return _RawReader(self, self._checked_parts(parts, self.layout(shape, mx.bfloat16 if stored == mx.uint16 else stored)), shape)
+
+
+class _RawReader(RowReader):
+    def tile(self, start: int, stop: int, given: Given | None = None, after: mx.array | None = None) -> Tile:
+        return Tile(self.sliced(start, stop, after)["data"].astype(mx.float32))

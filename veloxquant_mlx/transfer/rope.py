@@ -34,8 +34,8 @@ only for 1e-6 + 2e-8 per token of position. Keys that another system rotated bel
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -407,6 +407,30 @@ def mlx_rope(x: mx.array, positions: np.ndarray, spec: RopeSpec, *, inverse: boo
         rows = mx.fast.rope(rows.transpose(2, 1, 0, 3), spec.dims, offset=offsets, **how).transpose(2, 1, 0, 3)
     rows = rows.reshape(*x.shape[:-1], size - spec.first)
     return rows if spec.first == 0 else mx.concatenate([x[..., : spec.first], rows], axis=-1)
+
+
+def unrotated(spec: RopeSpec | None) -> RopeSpec | None:
+    """What rows stored before RoPE carry: no rotation, and the rotary entries in half-split order whatever the model's pairing.
+
+    With one order for all, the rows of an interleaved model and of its half-split twin are the same.
+    """
+    return None if spec is None else RopeSpec("none", spec.dims, base=1.0, scale=0.0, first=spec.first)
+
+
+@lru_cache(maxsize=1024)
+def cos_sin(spec: RopeSpec, start: int, stop: int) -> mx.array:
+    """(stop - start, dims) float32: m cos, m sin of each pair's angle at neighbouring positions, with the angles of `mx.fast.rope`."""
+    ones, zeros = (mx.full((stop - start, spec.dims // 2), value) for value in (1.0, 0.0))
+    half = replace(spec, pairing="half", first=0, magnitude=1.0)
+    table = mlx_rope(mx.concatenate([ones, zeros], axis=-1), np.arange(start, stop), half) * spec.magnitude
+    # Evaluated, for threads share it.
+    mx.eval(table)
+    return table
+
+
+def half_split(x: mx.array, spec: RopeSpec) -> mx.array:
+    """Rows (..., D) whose rotary entries are in the pairing of `spec`, with these in half-split order."""
+    return x if spec.pairing == "half" else _reordered(x, spec, unrotated(spec))
 
 
 def _split(x: mx.array, spec: RopeSpec) -> tuple[mx.array, mx.array, mx.array, mx.array]:

@@ -1,0 +1,1 @@
+"""Caches for mlx-lm that keep codes in memory."""

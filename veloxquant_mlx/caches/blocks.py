@@ -1,0 +1,237 @@
+"""Neighbouring rows of keys and values as codes, and attention to them a tile of tokens at a time: no whole row array is ever made.
+
+    m, l = running maximum of the scores s and sum of e^(s - m)      (online softmax, Milakov and Gimelshein 2018)
+    out  = sum over tiles of e^(s - m) v / l,    lse = m + log l
+
+Keys stored before RoPE are rotated in their tile, with the angles that the model's own `mx.fast.rope` has. What a rotation or a mean costs
+a row in another codec's decoder falls on the query, and on the sum (`codecs._reading`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from veloxquant_mlx.caches.visibility import Visibility
+from veloxquant_mlx.codecs._base import Codec
+from veloxquant_mlx.codecs._reading import RowReader, Tile
+from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.transfer.rope import RopeSpec, cos_sin, half_split, rotate, unrotated
+
+TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
+TILE_STEP = 64  # tokens of a tile are a multiple of it
+
+
+@dataclass(frozen=True, eq=False)
+class CodedRows:
+    """Keys or values of one layer as a codec stored them. Immutable; arrays are evaluated.
+
+    Attributes:
+        codec: bound, with its tables.
+        parts: what it encoded.
+        shape: (H, S, D).
+        dtype: of the live rows that were encoded.
+        rope: rotation to apply to the decoded rows, None where they were encoded as cached.
+    """
+
+    codec: Codec
+    parts: dict[str, mx.array]
+    shape: tuple[int, int, int]
+    dtype: mx.Dtype
+    rope: RopeSpec | None = None
+
+    @cached_property
+    def reader(self) -> RowReader:
+        return self.codec.reader(self.parts, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @classmethod
+    def encoded(
+        cls, codec: Codec, rows: mx.array, first: int, rope: RopeSpec | None = None, given: dict[str, mx.array] | None = None
+    ) -> "CodedRows":
+        """Encode rows as cached, (H, S, D), at positions from `first` on; given a rope, before it."""
+        x = rows
+        if rope is not None:
+            x = rotate(rows.astype(mx.float32), np.arange(first, first + rows.shape[1]), rope, unrotated(rope))
+        parts = codec.encode(x) if given is None else codec.encode(x, given)
+        mx.eval(parts)
+        heads, count, dim = rows.shape
+        return cls(codec, parts, (heads, count, dim), rows.dtype, rope)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Neighbouring rows of one layer: keys and values of the same tokens.
+
+    Attributes:
+        k, v: the codes.
+        k_from, v_from: where these rows start in them.
+        count: rows.
+        first: position of the first.
+    """
+
+    k: CodedRows
+    v: CodedRows
+    count: int
+    first: int
+    k_from: int = 0
+    v_from: int = 0
+
+    @classmethod
+    def exact(cls, keys: mx.array, values: mx.array, first: int) -> "Block":
+        """Rows as they are, (H, S, D) each."""
+        k, v = (CodedRows(Raw(), {"data": x}, tuple(x.shape), x.dtype) for x in (keys, values))
+        return cls(k, v, keys.shape[1], first)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last row."""
+        return self.first + self.count
+
+    def kept(self, start: int, stop: int) -> "Block":
+        """The rows at positions start to stop alone; the codes stay as they are."""
+        start, stop = max(start, self.first), min(stop, self.stop)
+        skip = start - self.first
+        return replace(self, count=stop - start, first=start, k_from=self.k_from + skip, v_from=self.v_from + skip)
+
+    @property
+    def heads(self) -> int:
+        return self.k.shape[0]
+
+    def rows(self, start: int = 0, stop: int | None = None) -> tuple[mx.array, mx.array]:
+        """Decoded keys, as cached, and values, (H, n, D) float32, of rows start to stop."""
+        stop = self.count if stop is None else stop
+        k, v, rope = self.k.reader, self.v.reader, self.k.rope
+        keys = _decoded(k, k.tile(*self._span("k", start, stop)))
+        given = {"k": keys} if v.codec.needs else None
+        if rope is not None:
+            keys = rotate(keys, np.arange(self.first + start, self.first + stop), unrotated(rope), rope)
+        return keys, _decoded(v, v.tile(*self._span("v", start, stop), given))
+
+    def attend(self, q: mx.array, seen: Visibility, column: int, tile: int) -> tuple[mx.array, mx.array]:
+        """Attention of queries to these rows.
+
+        Args:
+            q: (H, R, D) float32, times the scale; R rows of queries for each KV head, in the order of `seen`.
+            seen: which rows each query sees.
+            column: of the first row.
+            tile: tokens at a time.
+
+        Returns:
+            (out, lse): (H, R, D_v) and (H, R) float32; 0 and -inf for a query that sees none.
+        """
+        keys, values = _Keys(self.k, q), self.v.reader
+        heads, rows, _ = q.shape
+        most, total = mx.full((heads, rows, 1), -math.inf), mx.zeros((heads, rows, 1))
+        out, centred = mx.zeros((heads, rows, self.v.shape[2])), mx.zeros((heads, rows, 1))
+        for start in range(0, self.count, tile):
+            stop = min(start + tile, self.count)
+            mask = seen.tile(column + start, column + stop)
+            if mask is False:
+                continue
+            scores, given = keys.scores(*self._span("k", start, stop), self.first + start, after=total, rows=bool(values.codec.needs))
+            if mask is not True:
+                scores = scores + mask if mask.dtype != mx.bool_ else mx.where(mask, scores, -math.inf)
+            largest = mx.maximum(most, mx.max(scores, axis=-1, keepdims=True))
+            base = mx.where(largest == -math.inf, 0.0, largest)
+            weights, fade = mx.exp(scores - base), mx.exp(most - base)
+            most, total = largest, total * fade + mx.sum(weights, axis=-1, keepdims=True)
+            part = values.tile(*self._span("v", start, stop), given, after=total)
+            if values.mean is not None:
+                with_mean = mx.sum(weights, axis=-1, keepdims=True) if part.centred is None else mx.matmul(weights, part.centred[..., None])
+                centred = centred * fade + with_mean
+            weights = weights if part.scale is None else weights * part.scale[:, None]
+            out = out * fade + mx.matmul(weights, part.points)
+        norm = mx.where(total > 0, total, 1.0)
+        out = values.unturned(out / norm)
+        if values.mean is not None:
+            out = out + centred / norm * values.mean[:, None]
+        return out, (most + mx.log(total))[..., 0]
+
+    def _span(self, role: str, start: int, stop: int) -> tuple[int, int]:
+        shift = self.k_from if role == "k" else self.v_from
+        return start + shift, stop + shift
+
+
+class _Keys:
+    """Scores of queries with coded keys; what depends on the query alone is computed once."""
+
+    def __init__(self, coded: CodedRows, q: mx.array) -> None:
+        self.reader, self.rope = coded.reader, coded.rope
+        mean = self.reader.mean
+        if self.rope is None:
+            self.q = self.reader.turned(q)
+            self.by_mean = None if mean is None else mx.matmul(q, mean[..., None])
+            return
+        self.q = half_split(q, self.rope)
+        self.by_mean = None
+        if mean is not None:
+            # q . R_p mean = sum over pairs of cos_p (a a' + b b') + sin_p (b a' - a b'), and the entries that do not turn.
+            first, half = self.rope.first, self.rope.dims // 2
+            a, b = (self.q[..., at : at + half] for at in (first, first + half))
+            c, d = (mean[:, None, at : at + half] for at in (first, first + half))
+            self.by_mean = mx.concatenate([a * c + b * d, b * c - a * d], axis=-1)
+            stays = [slice(0, first), slice(first + 2 * half, None)]
+            self.by_rest = sum(mx.sum(self.q[..., at] * mean[:, None, at], axis=-1, keepdims=True) for at in stays)
+
+    def scores(self, start: int, stop: int, position: int, after: mx.array, rows: bool) -> tuple[mx.array, dict[str, mx.array] | None]:
+        """(H, R, n) float32, and the decoded rows before RoPE where asked for."""
+        reader = self.reader
+        tile = reader.tile(start, stop, after=after)
+        given = {"k": _decoded(reader, tile)} if rows else None
+        if self.rope is None:
+            return self._finished(tile, mx.matmul(self.q, tile.points.swapaxes(1, 2)), self.by_mean), given
+        table = cos_sin(self.rope, position, position + stop - start)
+        turned = _turn(reader.unturned(tile.points), table, self.rope)
+        by_mean = None if self.by_mean is None else mx.matmul(self.by_mean, table.swapaxes(0, 1)) + self.by_rest
+        return self._finished(tile, mx.matmul(self.q, turned.swapaxes(1, 2)), by_mean), given
+
+    @staticmethod
+    def _finished(tile: Tile, dots: mx.array, by_mean: mx.array | None) -> mx.array:
+        scores = dots if tile.scale is None else dots * tile.scale[:, None]
+        if by_mean is None:
+            return scores
+        return scores + (by_mean if tile.centred is None else tile.centred[:, None] * by_mean)
+
+
+def _turn(x: mx.array, table: mx.array, rope: RopeSpec) -> mx.array:
+    """Rows (H, n, D) in half-split order, rotated by the angles of `table`."""
+    first, half = rope.first, rope.dims // 2
+    cos, sin = table[:, :half], table[:, half:]
+    a, b = x[..., first : first + half], x[..., first + half : first + 2 * half]
+    pieces = [x[..., :first], a * cos - b * sin, a * sin + b * cos, x[..., first + 2 * half :]]
+    return mx.concatenate([piece for piece in pieces if piece.shape[-1]], axis=-1)
+
+
+def _decoded(reader: RowReader, tile: Tile) -> mx.array:
+    """Rows of a tile, (H, n, D) float32."""
+    x = reader.unturned(tile.points)
+    if tile.scale is not None:
+        x = x * tile.scale[..., None]
+    if reader.mean is None:
+        return x
+    return x + (reader.mean[:, None] if tile.centred is None else tile.centred[..., None] * reader.mean[:, None])
+
+
+def tile_tokens(heads: int, dim: int) -> int:
+    """Tokens of a tile for keys of that many heads and entries, by the device that MLX uses."""
+    values = TILE_VALUES["gpu" if mx.default_device() == mx.gpu else "cpu"]
+    return max(1, values // (heads * dim) // TILE_STEP) * TILE_STEP
+
+
+def merged(parts: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
+    """Attention to all rows from attention to some each: out (H, R, D) and lse (H, R), all float32."""
+    if len(parts) == 1:
+        return parts[0]
+    lses = mx.stack([lse for _, lse in parts])
+    largest = mx.max(lses, axis=0)
+    weights = mx.exp(lses - mx.where(largest == -math.inf, 0.0, largest))
+    total = mx.sum(weights, axis=0)
+    out = sum(w[..., None] * part for w, (part, _) in zip(weights, parts, strict=True))
+    return out / mx.where(total > 0, total, 1.0)[..., None], largest + mx.log(total)

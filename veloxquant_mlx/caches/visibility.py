@@ -1,0 +1,82 @@
+"""Which cached rows a query sees: mlx-lm's masks, cut into tiles of columns.
+
+A column is a cached row; the newest query stands at the last one. mlx-lm passes None (a query sees every column), "causal", or an array
+over all columns, bool or added to the scores. A window of a layer is applied besides.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """For R rows of queries a KV head: B sequences x G queries of a group x Q positions, in that order.
+
+    Attributes:
+        queries: Q.
+        groups: G, query heads of a KV head.
+        columns: S, with the queries' own.
+        causal: a query sees no later column.
+        window: if > 0, a query sees at most this many columns up to and with its own.
+        mask: (H or 1, R or Q of one sequence, S), bool or float, or None; see `of`.
+    """
+
+    queries: int
+    groups: int
+    columns: int
+    causal: bool = False
+    window: int = 0
+    mask: mx.array | None = None
+
+    @classmethod
+    def of(cls, mask: mx.array | str | None, heads: int, kv_heads: int, queries: int, columns: int, window: int = 0) -> "Visibility":
+        """From what a model passes to attention, for one sequence.
+
+        Args:
+            mask: None, "causal", or an array that broadcasts to (1, heads, queries, columns).
+
+        Raises:
+            ValueError: another string, or an array that does not fit.
+        """
+        groups = heads // kv_heads
+        if mask is None:
+            return cls(queries, groups, columns, False, window)
+        if isinstance(mask, str):
+            if mask != "causal":
+                raise ValueError(f"[attention] mask must be None, 'causal' or an array, but got {mask!r}.")
+            return cls(queries, groups, columns, queries > 1, window)
+        shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        wanted = (1, heads, queries, columns)
+        if mask.ndim > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
+            raise ValueError(f"[attention] mask must broadcast to (1, H, Q, S) = {wanted}, but got {tuple(mask.shape)}.")
+        whole = mx.broadcast_to(mask.reshape(shape[1:]), (shape[1], queries, columns))
+        if shape[1] == 1:
+            rows = mx.broadcast_to(whole[:, None], (1, groups, queries, columns))
+        else:
+            rows = whole.reshape(kv_heads, groups, queries, columns)
+        return cls(queries, groups, columns, False, window, rows.reshape(rows.shape[0], groups * queries, columns))
+
+    def tile(self, start: int, stop: int) -> mx.array | bool:
+        """What queries see of columns start to stop: True for all, False for none, else (H or 1, R, n), bool or to be added."""
+        newest, oldest = self.columns - 1, self.columns - self.queries
+        if self.causal and start > newest:
+            return False
+        if self.window and stop <= oldest - self.window + 1:
+            return False
+        seen: mx.array | None = None
+        at = mx.arange(oldest, self.columns)[:, None]
+        column = mx.arange(start, stop)[None]
+        if self.causal and stop - 1 > oldest:
+            seen = column <= at
+        if self.window and start <= newest - self.window:
+            inside = column > at - self.window
+            seen = inside if seen is None else seen & inside
+        if seen is not None:
+            seen = mx.broadcast_to(seen[None], (self.groups, *seen.shape)).reshape(1, -1, stop - start)
+        if self.mask is None:
+            return True if seen is None else seen
+        mask = self.mask[..., start:stop]
+        if seen is None:
+            return mask
+        return mask & seen if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-float("inf"), mask.dtype))

@@ -1,0 +1,89 @@
+"""Rows of codes as attention reads them: a tile of tokens at a time, in coordinates that spare the work that a query can do once.
+
+    x^[s] = scale[s] R^T points[s] + centred[s] mean            R: the codec's rotation, or none; scale and centred: or 1
+
+Dot products and weighted sums of rows need no more than `points`:
+
+    <w, x^[s]>      = scale[s] <R w, points[s]> + centred[s] <w, mean>
+    sum_s p_s x^[s] = R^T sum_s (p_s scale[s]) points[s] + (sum_s p_s centred[s]) mean
+
+A codec that has such coordinates says so with a reader of its own (`Codec.reader`); of any other the points are its decoded rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from veloxquant_mlx.codecs._rotation import matrix
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some neighbouring rows. Lazy arrays.
+
+    Attributes:
+        points: (H, n, D) float32.
+        scale: (H, n) float32, or None for 1.
+        centred: (H, n) float32, 1 where the row has the mean and 0 where not, or None: all rows where there is a mean.
+    """
+
+    points: mx.array
+    scale: mx.array | None = None
+    centred: mx.array | None = None
+
+
+class RowReader:
+    """Reads the rows of one array from its parts. This one decodes them.
+
+    Args:
+        codec: that encoded the parts; not eager.
+        parts: what it returned.
+        shape: (H, S, D).
+
+    Attributes:
+        seed: of the rotation R that points are turned by, or None.
+        mean: (H, D) float32, or None.
+    """
+
+    def __init__(self, codec: Any, parts: dict[str, mx.array], shape: tuple[int, int, int]) -> None:
+        self.codec, self.parts, self.shape = codec, parts, shape
+        self.seed: int | None = None
+        self.mean: mx.array | None = None
+        heads, rows, dim = shape
+        group = codec.tokens_together
+        more = codec.layout((heads, rows + group, dim), mx.float32)
+        # A part whose layout depends on the number of tokens has them on axis 1, one by one or in groups; a mean goes with every tile.
+        self._by_token = {part: entry[1][1] == rows for part, entry in codec.layout(shape, mx.float32).items() if entry != more[part]}
+
+    def tile(self, start: int, stop: int, given: dict[str, mx.array] | None = None, after: mx.array | None = None) -> Tile:
+        """Rows start to stop.
+
+        Args:
+            given: what `codec.needs` names, of the same rows.
+            after: computed before the codes are read. Lazily built, all tiles would be decoded at once.
+        """
+        group = self.codec.tokens_together
+        first = start // group * group
+        last = min(-(-stop // group) * group, self.shape[1])
+        if given is not None and (first, last) != (start, stop):
+            given = {name: mx.pad(x, [(0, 0), (start - first, last - stop), (0, 0)]) for name, x in given.items()}
+        near = () if given is None else (given,)
+        rows = self.codec.decode(self.sliced(first, last, after), (self.shape[0], last - first, self.shape[2]), mx.float32, *near)
+        return Tile(rows[:, start - first : stop - first])
+
+    def sliced(self, first: int, last: int, after: mx.array | None) -> dict[str, mx.array]:
+        """The parts of rows first to last, multiples of the tokens that the codec codes together (or the end)."""
+        group = self.codec.tokens_together
+        sliced = self.parts if after is None else dict(zip(self.parts, mx.depends(list(self.parts.values()), [after]), strict=True))
+        by_group = slice(first // group, -(-last // group))
+        spans = {part: slice(first, last) if one_by_one else by_group for part, one_by_one in self._by_token.items()}
+        return {part: x[:, spans[part]] if part in spans else x for part, x in sliced.items()}
+
+    def turned(self, x: mx.array) -> mx.array:
+        """R x along the last axis."""
+        return x if self.seed is None else mx.matmul(x, matrix(x.shape[-1], self.seed).swapaxes(0, 1))
+
+    def unturned(self, x: mx.array) -> mx.array:
+        """R^T x along the last axis."""
+        return x if self.seed is None else mx.matmul(x, matrix(x.shape[-1], self.seed))
