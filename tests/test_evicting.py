@@ -1,0 +1,453 @@
+"""Eviction caches: rows, positions and attention against a float64 simulation of a layer, and mlx-lm's protocol."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models.cache as mlx_cache
+import numpy as np
+import pytest
+from mlx_lm.generate import BatchGenerator, generate_step
+
+import kvtool
+from kvtool.fisher import run_forward
+from kvtool.model import LoadedModel
+from kvtool.probe import probe_model
+from tests.texts import text
+from veloxquant_mlx.allocators.eviction import H2OState, h2o_update
+from veloxquant_mlx.caches.evicting import EvictingCache, H2OCache, KeyformerCache, QFiltersCache, gumbel, query_filters
+from veloxquant_mlx.transfer.rope import RopeSpec
+
+HEADS, GROUPS, DIM, VALUES = 2, 3, 16, 8
+BASE = 500.0
+ROPE = RopeSpec("default", DIM, base=BASE)
+FILTERS = np.random.default_rng(5).standard_normal((HEADS, DIM))
+POLICIES: dict[str, tuple[type[EvictingCache], dict[str, Any]]] = {
+    "h2o": (H2OCache, {"decay": 0.98}),
+    "keyformer": (KeyformerCache, {"tau": 0.5, "seed": 3}),
+    "qfilters": (QFiltersCache, {"filters": FILTERS}),
+}
+CHUNKS = (70, 1, 1, 1, 5, 1, 33, 1, 1, 1)  # the first is longer than the budget
+BUDGET, SINK, RECENT = 24, 3, 6
+
+
+def make(policy: str, budget: int = BUDGET, *, renumber: bool = False, **more: Any) -> EvictingCache:
+    cls, arguments = POLICIES[policy]
+    shared = {"n_sink": SINK, "recent": RECENT, "renumber": renumber, "rope": ROPE if renumber else None}
+    return cls(budget, **{**shared, **arguments, **more})
+
+
+# --- the layer in float64 --------------------------------------------------------------------------------------------------------
+
+
+def turn(x: np.ndarray, position: float) -> np.ndarray:
+    """One vector (..., D) rotated for a position, pairs (i, i + D/2)."""
+    half = x.shape[-1] // 2
+    angle = position * BASE ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], axis=-1)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max())
+    return weights / weights.sum()
+
+
+@dataclass
+class Row:
+    token: int
+    position: int
+    score: float = 0.0
+
+
+@dataclass
+class Oracle:
+    """One layer of a model with an evicting cache, a token and a head at a time; nothing but the definition."""
+
+    policy: str
+    renumber: bool
+    keys: np.ndarray  # (H, T, D) before RoPE
+    values: np.ndarray
+    queries: np.ndarray  # (H, G, T, D) before RoPE
+    noise: np.ndarray  # (H, T)
+    rows: list[list[Row]] = field(default_factory=lambda: [[] for _ in range(HEADS)])
+    seen: int = 0
+    margin: float = np.inf  # by which the closest choice was made
+
+    def key(self, h: int, row: Row) -> np.ndarray:
+        return turn(self.keys[h, row.token], row.position)
+
+    def forward(self, count: int) -> np.ndarray:
+        """Attention of the next tokens' queries, (H * G, count, Dv), then eviction."""
+        out = np.empty((HEADS, GROUPS, count, VALUES))
+        for h in range(HEADS):
+            before = self.rows[h]
+            offset = len(before) if self.renumber else self.seen
+            new = [Row(self.seen + s, offset + s) for s in range(count)]
+            for s in range(count):
+                visible = before + new[: s + 1]
+                keys = np.stack([self.key(h, row) for row in visible])
+                values = np.stack([self.values[h, row.token] for row in visible])
+                for g in range(GROUPS):
+                    query = turn(self.queries[h, g, self.seen + s], offset + s)
+                    out[h, g, s] = softmax(keys @ query / np.sqrt(DIM)) @ values
+            live = list(before)
+            for row in new:
+                self.admit(h, live, row)
+            for i, row in enumerate(live):
+                row.position = i if self.renumber else row.token
+            self.rows[h] = live
+        self.seen += count
+        return out.reshape(HEADS * GROUPS, count, VALUES)
+
+    def admit(self, h: int, live: list[Row], row: Row) -> None:
+        if live:
+            received = softmax(np.array([self.key(h, other) @ self.key(h, row) for other in live]) / np.sqrt(DIM))
+            for other, share in zip(live, received, strict=True):
+                other.score = other.score * (0.98 if self.policy == "h2o" else 1.0) + share
+        else:
+            row.score = 1.0
+        live.append(row)
+        if len(live) > BUDGET:
+            eligible = live[SINK:-RECENT]
+            ranks = [self.rank(h, other) for other in eligible]
+            order = np.argsort(ranks)
+            self.margin = min(self.margin, ranks[order[1]] - ranks[order[0]])
+            live.remove(eligible[order[0]])
+
+    def rank(self, h: int, row: Row) -> float:
+        if self.policy == "qfilters":
+            return float(self.key(h, row) @ FILTERS[h])
+        return row.score + (0.5 * float(self.noise[h, row.token]) if self.policy == "keyformer" else 0.0)
+
+
+@cache
+def layer() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys and values (H, T, D), queries (H, G, T, D), before RoPE, of more tokens than any test takes."""
+    rng = np.random.default_rng(11)
+    tokens = sum(CHUNKS)
+    return tuple(
+        rng.standard_normal((HEADS, *shape)).astype(np.float32) for shape in ((tokens, DIM), (tokens, VALUES), (GROUPS, tokens, DIM))
+    )
+
+
+def rotated(x: np.ndarray, offset: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """(..., S, D) rotated from `offset` on by mlx's own RoPE, as a model does it."""
+    rows = mx.array(x).reshape(1, -1, *x.shape[-2:])
+    return mx.fast.rope(rows, DIM, traditional=False, base=BASE, scale=1.0, offset=offset).astype(dtype)
+
+
+def run(subject: Any, chunks: Sequence[int], dtype: mx.Dtype = mx.float32, start: int = 0) -> list[mx.array]:
+    """The attention outputs (H * G, S, Dv) of a model's layer on such a cache, one a forward."""
+    keys, values, queries = layer()
+    outputs, at = [], start
+    for count in chunks:
+        span = slice(at, at + count)
+        mask = subject.make_mask(count)
+        q = rotated(queries[:, :, span], subject.offset, dtype)
+        k = rotated(keys[:, span], subject.offset, dtype)
+        fetched = subject.update_and_fetch(k, mx.array(values[None, :, span]).astype(dtype))
+        outputs.append(mx.fast.scaled_dot_product_attention(q, *fetched, scale=DIM**-0.5, mask=mask)[0])
+        mx.eval(outputs[-1], subject.state)
+        at += count
+    return outputs
+
+
+@pytest.mark.parametrize("renumber", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_attention_is_over_exactly_the_rows_kept(policy: str, renumber: bool) -> None:
+    """Every forward's output, prefill longer than the budget included, and the rows that each head keeps."""
+    noise = np.array(gumbel(3, HEADS, 0, sum(CHUNKS)))
+    oracle = Oracle(policy, renumber, *layer(), noise)
+    subject = make(policy, renumber=renumber)
+    differ = False
+    for at, count in zip(np.cumsum((0, *CHUNKS)), CHUNKS, strict=False):
+        (out,) = run(subject, [count], start=int(at))
+        np.testing.assert_allclose(np.array(out), oracle.forward(count), rtol=0, atol=2e-6)
+        kept = [[row.token for row in rows] for rows in oracle.rows]
+        assert subject.size() == len(kept[0]) <= BUDGET
+        assert subject.offset == (subject.size() if renumber else at + count)
+        values = np.array(subject.rows["values"])
+        for h in range(HEADS):  # values tell the tokens apart, in each policy
+            np.testing.assert_array_equal(values[h], layer()[1][h, kept[h]])
+        if isinstance(subject, H2OCache):
+            np.testing.assert_array_equal(np.array(subject.positions), kept)
+            scores = [[row.score for row in rows] for rows in oracle.rows]
+            np.testing.assert_allclose(np.array(subject.rows["scores"]), scores, rtol=2e-5)
+        differ |= kept[0] != kept[1]
+    assert differ and oracle.margin > 1e-5  # heads keep different rows, and float32 decides as float64
+    assert all(row.token < SINK for rows in oracle.rows for row in rows[:SINK])
+
+
+def test_one_at_a_time_is_h2o_update() -> None:
+    """Bit for bit in decode steps, up to rounding when tokens come together."""
+    keys, values, _ = layer()
+    state = H2OState.empty(HEADS, DIM, VALUES, mx.float32)
+    single, together = make("h2o", decay=1.0), make("h2o", decay=1.0)
+    for t in range(100):
+        key, value = rotated(keys[:, t : t + 1], t), mx.array(values[None, :, t : t + 1])
+        state = h2o_update(state, key[0], value[0], budget=BUDGET, n_sink=SINK, grace=RECENT, renumber=False)
+        single.update_and_fetch(key, value)
+    for name in ("keys", "values", "scores", "positions"):
+        assert mx.array_equal(getattr(state, name), single.rows[name]), name
+    run(together, [60, 40])
+    assert mx.array_equal(together.positions, state.positions)
+    assert mx.allclose(together.rows["scores"], state.scores, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_chunks_do_not_change_the_choice(policy: str) -> None:
+    kept = []
+    for chunks in ([100], [1] * 100, [3, 50, 1, 46]):
+        subject = make(policy)
+        run(subject, chunks)
+        kept.append(np.array(subject.rows["values"]))
+    np.testing.assert_array_equal(kept[0], kept[1])
+    np.testing.assert_array_equal(kept[0], kept[2])
+
+
+def test_nan_leaves_last_and_ties_go_to_the_oldest() -> None:
+    """In a chunk as in the kernel: keys of zeros give every row the same share; a NaN score outlives all others."""
+    zeros, values = mx.zeros((1, HEADS, 40, DIM)), mx.arange(40.0)[None, None, :, None] * mx.ones((1, HEADS, 40, VALUES))
+    single, together = make("h2o", decay=1.0), make("h2o", decay=1.0)
+    for t in range(40):
+        single.update_and_fetch(zeros[:, :, t : t + 1], values[:, :, t : t + 1])
+    together.update_and_fetch(zeros, values)
+    assert mx.array_equal(single.positions, together.positions)
+    for chunks in ([(24, 30)], [(t, t + 1) for t in range(24, 30)]):
+        subject = make("h2o")
+        subject.update_and_fetch(zeros[:, :, :24], values[:, :, :24])
+        subject.rows["scores"][:, 5] = float("nan")
+        for a, b in chunks:
+            subject.update_and_fetch(zeros[:, :, a:b], values[:, :, a:b])
+        assert (np.array(subject.positions)[:, SINK:] == 5).any(axis=1).all()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_renumbering_does_not_wear_keys_out(dtype: mx.Dtype) -> None:
+    """After a hundred moves a 16-bit key is two roundings away from the key of its position, as after one."""
+    keys = mx.array(np.random.default_rng(0).standard_normal((HEADS, 140, DIM)).astype(np.float32))
+    subject = make("qfilters", renumber=True, sign=1)
+    for t in range(140):
+        key = rotated(np.array(keys[:, t : t + 1]), subject.offset, dtype)
+        fetched = subject.update_and_fetch(key, mx.full((1, HEADS, 1, VALUES), t).astype(dtype))
+    tokens = np.array(fetched[1][0, :, :, 0].astype(mx.float32)).astype(int)
+    assert tokens[:, SINK].min() < 60  # rows that moved often
+    for h in range(HEADS):
+        exact = np.stack([turn(np.array(keys, np.float64)[h, t], p) for p, t in enumerate(tokens[h])])
+        error = np.abs(np.array(fetched[0][0, h].astype(mx.float32)) - exact)
+        assert error.max() < 3 * 4 * float(mx.finfo(dtype).eps)  # |k| < 4: three roundings of half an ulp, with room
+
+
+def test_noise_is_a_row_s_own() -> None:
+    """Whatever the chunks; other heads, tokens and seeds have other noise."""
+    whole = gumbel(7, 3, 0, 700)
+    for a, b in ((0, 1), (255, 257), (256, 512), (300, 700)):
+        assert mx.array_equal(gumbel(7, 3, a, b), whole[:, a:b])
+    flat = np.array(whole).ravel()
+    assert len(np.unique(flat)) > 0.999 * flat.size and not mx.array_equal(whole, gumbel(8, 3, 0, 700))
+    assert abs(flat.mean() - 0.5772) < 0.1 and abs(flat.std() - 1.2825) < 0.1  # Euler's constant, pi / sqrt(6)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "message"),
+    [
+        (H2OCache, {"budget": 0}, r"\[H2OCache\] budget must be at least 1, but got 0"),
+        (H2OCache, {"budget": 16, "n_sink": 8, "recent": 8}, r"n_sink \+ recent must be less than budget = 16.*got 8 \+ 8"),
+        (H2OCache, {"budget": 16, "recent": 0}, r"recent must be at least 1, but got 0"),
+        (H2OCache, {"budget": 16, "n_sink": -1}, r"n_sink must be at least 0"),
+        (H2OCache, {"budget": 16, "decay": 1.5}, r"decay must be at most 1, but got 1.5"),
+        (H2OCache, {"budget": 16, "renumber": True}, r"rope must be given with renumber=True"),
+        (H2OCache, {"budget": 16, "rope": ROPE}, r"rope must be given with renumber=True.*only then"),
+        (KeyformerCache, {"budget": 16, "tau": -1.0}, r"\[KeyformerCache\] tau must be finite and at least 0"),
+        (KeyformerCache, {"budget": 16, "seed": -1}, r"seed must be between 0 and"),
+        (QFiltersCache, {"budget": 4097, "filters": FILTERS}, r"\[QFiltersCache\] budget must be between 1 and 4096, but got 4097"),
+        (QFiltersCache, {"budget": 16, "filters": FILTERS[0]}, r"filters must be \(H, D\), but got \(16,\)"),
+        (QFiltersCache, {"budget": 16, "filters": FILTERS * [[1], [0]]}, r"filters must be finite and not zero, but got heads \[1\]"),
+        (QFiltersCache, {"budget": 16, "filters": FILTERS, "sign": 0}, r"sign must be 1 or -1, but got 0"),
+    ],
+)
+def test_arguments_out_of_range(cls: type[EvictingCache], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"budget": 1.5}, {"budget": 16, "renumber": 1}, {"budget": 16, "renumber": True, "rope": "half"}])
+def test_arguments_of_another_type(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"\[H2OCache\]"):
+        H2OCache(**arguments)
+
+
+def test_rows_that_do_not_fit() -> None:
+    rows = mx.zeros((1, HEADS, 2, DIM))
+    with pytest.raises(ValueError, match=r"keys must be \(1, H, S, D\): one sequence.*got \(2, 2, 2, 16\)"):
+        make("h2o").update_and_fetch(mx.zeros((2, HEADS, 2, DIM)), mx.zeros((2, HEADS, 2, DIM)))
+    with pytest.raises(ValueError, match=r"values must be \(1, 2, 2, Dv\)"):
+        make("h2o").update_and_fetch(rows, rows[:, :, :1])
+    with pytest.raises(ValueError, match=r"D even"):
+        make("h2o").update_and_fetch(rows[..., :15], rows)
+    with pytest.raises(ValueError, match=r"D at least 16, the entries up to which rope rotates"):
+        make("h2o", renumber=True).update_and_fetch(rows[..., :8], rows)
+    with pytest.raises(ValueError, match=r"keys must be .* as the filters', \(2, 16\), but got \(1, 3, 2, 16\)"):
+        make("qfilters").update_and_fetch(mx.zeros((1, 3, 2, DIM)), mx.zeros((1, 3, 2, DIM)))
+    subject = make("h2o")
+    subject.update_and_fetch(rows, rows)
+    with pytest.raises(ValueError, match=r"keys must be \(1, 2, 2, 16\)"):
+        subject.update_and_fetch(mx.zeros((1, 3, 2, DIM)), mx.zeros((1, 3, 2, DIM)))
+    with pytest.raises(TypeError, match="float32"):
+        subject.update_and_fetch(rows.astype(mx.float16), rows.astype(mx.float16))
+    assert subject.size() == 2
+
+
+# --- filters ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_filters_are_the_direction_of_the_queries() -> None:
+    """The right singular vector of NumPy's SVD, turned towards the queries, averaged over a group."""
+    rng = np.random.default_rng(2)
+    queries = rng.standard_normal((4, 200, DIM)) + 3 * rng.standard_normal((4, 1, DIM))
+    found = query_filters(queries, 2)
+    for h in range(2):
+        total = np.zeros(DIM)
+        for rows in queries[2 * h : 2 * h + 2]:
+            direction = np.linalg.svd(rows)[2][0]
+            total += direction * np.sign((rows @ direction).mean())
+        np.testing.assert_allclose(found[h], total / np.linalg.norm(total), atol=1e-6)
+    assert (np.einsum("htd,hd->ht", queries, np.repeat(found, 2, axis=0)).mean(axis=1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "message"),
+    [
+        (np.ones((3, 4, 2)), 2, r"kv_heads must be a divisor of H_q = 3, but got 2"),
+        (np.ones((4, 2)), 2, r"queries must be \(H_q, T, D\)"),
+        (np.full((2, 4, 2), np.nan), 1, "queries must be finite"),
+        (np.stack([np.ones((4, 2)), -np.ones((4, 2))]), 1, "do not cancel out"),
+    ],
+)
+def test_filters_of_what_is_no_query(queries: np.ndarray, heads: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        query_filters(queries, heads)
+
+
+# --- mlx-lm's protocol -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("renumber", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_state_round_trips(policy: str, renumber: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty, below the budget and above it: copies and files go on bit for bit as the original."""
+    for chunks in ([], [10], [60, 1]):
+        subject = make(policy, renumber=renumber)
+        run(subject, chunks)
+        mx.eval(subject.state)
+        monkeypatch.setattr(mlx_cache, type(subject).__name__, type(subject), raising=False)
+        mlx_cache.save_prompt_cache(str(tmp_path / "c.safetensors"), [subject, subject])
+        copies = [
+            type(subject).from_state(copy.deepcopy(subject.state)),
+            copy.deepcopy(subject),
+            mlx_cache.load_prompt_cache(str(tmp_path / "c.safetensors"))[1],
+        ]
+        more = (1, 30, 1, 1)
+        before = subject.nbytes, subject.offset, subject.size(), subject.empty()
+        wanted = run(subject, more, start=sum(chunks))
+        for other in copies:
+            assert (other.nbytes, other.offset, other.size(), other.empty()) == before
+            assert all(mx.array_equal(a, b) for a, b in zip(run(other, more, start=sum(chunks)), wanted, strict=True))
+            assert {n: r.dtype for n, r in other.rows.items()} == {n: r.dtype for n, r in subject.rows.items()}
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    subject = make("h2o")
+    run(subject, [30])
+    assert not subject.is_trimmable() and not hasattr(subject, "to_quantized") and not hasattr(subject, "merge")
+    assert mlx_cache.trim_prompt_cache([subject], 3) == 0 and subject.size() == BUDGET
+    with pytest.raises(ValueError, match=r"\[H2OCache\] cannot be trimmed by 3 tokens"):
+        subject.trim(3)
+    with pytest.raises(ValueError, match=r"\[H2OCache\] window_size must be None"):
+        subject.make_mask(4, window_size=8)
+
+
+def test_nbytes_are_those_of_the_rows() -> None:
+    subject = make("keyformer")
+    assert subject.nbytes == 0 and subject.empty() and subject.make_mask(1) is None
+    run(subject, [100])
+    assert subject.nbytes == BUDGET * HEADS * 4 * (DIM + VALUES + 3)  # and score, noise, position
+    assert subject.make_mask(5) == "causal" and subject.make_mask(5, return_array=True).shape == (5, BUDGET + 5)
+
+
+# --- generation ------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def model() -> LoadedModel:
+    return kvtool.load_model("tiny-a")
+
+
+@cache
+def prompt(tokens: int) -> list[int]:
+    return model().tokenizer.encode(text("prose"), add_special_tokens=False)[:tokens]
+
+
+@cache
+def filters() -> list[np.ndarray]:
+    passed = run_forward(model().model, prompt(200), [str(i) for i in range(len(model().model.layers))])
+    assert not passed.lost
+    return [query_filters(rows.queries[0], rows.keys.shape[0]) for _, rows in sorted(passed.layers.items(), key=lambda item: int(item[0]))]
+
+
+def caches(policy: str, budget: int, renumber: bool) -> list[EvictingCache]:
+    made: list[EvictingCache] = []
+    for i, probe in enumerate(probe_model(model().model)):
+        assert probe.k is not None
+        shared: dict[str, Any] = {"renumber": renumber, "rope": probe.k.rope if renumber else None}
+        if policy == "h2o":
+            made.append(H2OCache(budget, **shared))
+        elif policy == "keyformer":
+            made.append(KeyformerCache(budget, seed=i, **shared))
+        else:
+            made.append(QFiltersCache(budget, filters()[i], **shared))
+    return made
+
+
+def generated(prompt_cache: list[Any], tokens: int, **options: Any) -> tuple[list[int], np.ndarray]:
+    steps = generate_step(mx.array(prompt(tokens)), model().model, prompt_cache=prompt_cache, max_tokens=12, **options)
+    ids, logprobs = zip(*steps, strict=True)
+    return [int(i) for i in ids], np.stack([np.array(p) for p in logprobs])
+
+
+@pytest.mark.parametrize("renumber", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_budget_that_holds_all_changes_nothing(policy: str, renumber: bool) -> None:
+    """Bit for bit, from a prefill in two chunks to the last step, though --kv-bits is on: the caches are not re-quantised."""
+    options = {"prefill_step_size": 100}
+    ids, logprobs = generated(mlx_cache.make_prompt_cache(model().model), 160, **options)
+    own = caches(policy, 172, renumber)
+    got, their = generated(own, 160, kv_bits=4, quantized_kv_start=0, **options)
+    assert got == ids and np.array_equal(their, logprobs)
+    assert {(type(c), c.size(), c.offset) for c in own} == {(type(own[0]), 172, 172)}
+
+
+@pytest.mark.parametrize("renumber", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_smaller_budget_generates(policy: str, renumber: bool) -> None:
+    """A prefill in chunks longer than the budget, then steps."""
+    own = caches(policy, 48, renumber)
+    ids, logprobs = generated(own, 300, prefill_step_size=128)
+    assert len(ids) == 12 and np.isfinite(logprobs).all()
+    assert {(c.size(), c.offset) for c in own} == {(48, 48 if renumber else 312)}
+    assert max(c.nbytes for c in own) < 48 * 2 * (64 * 2 + 3) * 4 + 1
+
+
+def test_batches_are_refused_by_name() -> None:
+    generator = BatchGenerator(model().model, max_tokens=2)
+    with pytest.raises(ValueError, match="H2OCache"):
+        generator.insert([prompt(10)], caches=[caches("h2o", 16, False)])
+        generator.next()
