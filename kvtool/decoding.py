@@ -12,6 +12,7 @@ from kvtool.calibrations import KINDS, Shelf
 from kvtool.encoding import DTYPE_NAMES, MLX_AFFINE, Positions, decode_blocks, takes_dim, unrotated
 from kvtool.rope_limits import MAX_ROPE_DIMS, beyond_limits
 from kvtool.states import CacheState, Quantized
+from veloxquant_mlx.caches.blocks import CodedRows
 from veloxquant_mlx.codecs import CODECS, Codec, token_blocks
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, fits
 from veloxquant_mlx.codecs.raw import Raw
@@ -94,42 +95,96 @@ class Decoder:
         check_role(self.reader.path, about)
         if len(about.segments) == 1 and self.reader.manifest.codecs[about.segments[0].codec].id == MLX_AFFINE:
             return _triplet(self.reader, about, about.segments[0])
-        at = Positions(info.positions)
-        pieces = [self.segment(name, role, segment, at) for segment in about.segments]
-        whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-        mx.eval(whole)
-        del pieces
+        whole = self._joined(name, role, about.segments, Positions(info.positions))
         mx.clear_cache()
         return whole
 
     def segment(self, name: str, role: str, segment: Segment, positions: Positions) -> mx.array:
         """Rows of one segment, (H, rows, D) in the role's dtype, as cached (RoPE applied where they were stored before it)."""
+        return self._joined(name, role, (segment,), positions)
+
+    def _joined(self, name: str, role: str, segments: Sequence[Segment], positions: Positions) -> mx.array:
+        """Rows of adjacent segments, decoded into place block by block: joining decoded segments would hold the rows twice."""
+        about = self._about(name, role)
+        assert about is not None
+        begin, end = segments[0].rows[0], segments[-1].rows[1]
+        for segment in segments:
+            self._check(about, segment)
+        whole = None
+        # The largest first: memory for all rows is taken only once a piece of it was read, whose bytes the file does have.
+        for segment in sorted(segments, key=lambda s: s.rows[0] - s.rows[1]):
+            for first, rows in self._pieces(name, role, segment, positions):
+                if rows.shape[1] == end - begin:
+                    return rows
+                if whole is None:
+                    whole = mx.zeros((about.heads, end - begin, about.dim), FLOATS[about.dtype])
+                whole[:, first - begin : first - begin + rows.shape[1]] = rows
+                mx.eval(whole)
+        assert whole is not None
+        return whole
+
+    def _check(self, about: Role, segment: Segment) -> None:
+        """Raise ManifestError unless a segment's tensors have the dtypes and shapes that its rows ask for; reads none of them."""
+        if self.reader.manifest.codecs[segment.codec].id == MLX_AFFINE:
+            _check_triplet(self.reader, about, segment)
+            return
+        codec = self.codec(segment.codec)
+        if not takes_dim(codec, about.dim):
+            raise ManifestError(f"codec {codec.id} does not take head_dim {about.dim}", path=self.reader.path)
+        dtypes = part_dtypes(self.reader, segment, codec, (about.heads, segment.rows[1] - segment.rows[0], about.dim))
+        # Exact rows of a float32 cache may take 16 bits; nothing else is narrower or wider than the cache.
+        if isinstance(codec, Raw) and dtypes["data"] != about.dtype and (dtypes["data"], about.dtype) != ("F16", "F32"):
+            raise ManifestError(f"rows of a {about.dtype} cache are stored as {dtypes['data']}", path=self.reader.path)
+        self._rope(about, segment)
+
+    def _pieces(self, name: str, role: str, segment: Segment, positions: Positions) -> Iterator[tuple[int, mx.array]]:
+        """(row they begin at, rows) of one segment, in order and evaluated."""
         about = self._about(name, role)
         assert about is not None
         dtype, (start, stop) = FLOATS[about.dtype], segment.rows
-        shape = (about.heads, stop - start, about.dim)
         if self.reader.manifest.codecs[segment.codec].id == MLX_AFFINE:
-            return _triplet(self.reader, about, segment).dequantize().astype(dtype)
+            yield start, _triplet(self.reader, about, segment).dequantize().astype(dtype)
+            return
+        codec, rope = self.codec(segment.codec), self._rope(about, segment)
+        if isinstance(codec, Raw) and rope is None:
+            shape = (about.heads, stop - start, about.dim)
+            rows = codec.decode(read_parts(self.reader, segment, codec, shape), shape, dtype)
+            mx.eval(rows)
+            yield start, rows
+            return
+        at = positions.of(start, stop)
+        for first, last, block in self._blocks(name, role, segment):
+            if rope is not None:
+                block = rotate(block, at[first:last], unrotated(rope), rope)
+            # A value close to float16's end must not become Inf by the codec's error.
+            rows = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
+            mx.eval(rows)
+            yield start + first, rows
+
+    def coded(self, name: str, role: str, segment: Segment) -> CodedRows:
+        """Rows of one segment as they are stored, for attention to read; not of an eager codec, nor of mlx-lm's own.
+
+        Raises:
+            IntegrityError, ManifestError, IncompatibleError: as `role`.
+        """
+        about = self._about(name, role)
+        assert about is not None
+        shape = (about.heads, segment.rows[1] - segment.rows[0], about.dim)
         codec = self.codec(segment.codec)
+        if not takes_dim(codec, about.dim):
+            raise ManifestError(f"codec {codec.id} does not take head_dim {about.dim}", path=self.reader.path)
+        self._check_exact(about, segment, codec, shape)
+        rope = self._rope(about, segment)
+        parts = read_parts(self.reader, segment, codec, shape)
+        mx.eval(parts)
+        return CodedRows(codec, parts, shape, FLOATS[about.dtype], rope)
+
+    def _check_exact(self, about: Role, segment: Segment, codec: Codec, shape: tuple[int, int, int]) -> None:
         if isinstance(codec, Raw):
             stored = part_dtypes(self.reader, segment, codec, shape)["data"]
             # Exact rows of a float32 cache may take 16 bits; nothing else is narrower or wider than the cache.
             if stored != about.dtype and (stored, about.dtype) != ("F16", "F32"):
                 raise ManifestError(f"rows of a {about.dtype} cache are stored as {stored}", path=self.reader.path)
-        rope = self._rope(about, segment)
-        if isinstance(codec, Raw) and rope is None:
-            rows = codec.decode(read_parts(self.reader, segment, codec, shape), shape, dtype)
-            mx.eval(rows)
-            return rows
-        at = positions.of(start, stop)
-        rows = mx.zeros(shape, dtype)
-        for first, last, block in self._blocks(name, role, segment):
-            if rope is not None:
-                block = rotate(block, at[first:last], unrotated(rope), rope)
-            # A value close to float16's end must not become Inf by the codec's error.
-            rows[:, first:last] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
-            mx.eval(rows)
-        return rows
 
     def codec(self, index: int) -> Codec:
         """The codec at an index of the file's table, with its tables.
@@ -185,9 +240,8 @@ class Decoder:
             rows = self._kept[key]
             yield from ((tokens.start, tokens.stop, rows[:, tokens]) for tokens in token_blocks(shape))
             return
+        self._check(about, segment)
         codec = self.codec(segment.codec)
-        if not takes_dim(codec, about.dim):
-            raise ManifestError(f"codec {codec.id} does not take head_dim {about.dim}", path=self.reader.path)
         given = self._given(name, role, codec, segment.rows)
         parts = read_parts(self.reader, segment, codec, shape)
         keep = mx.zeros(shape, mx.float32) if self._is_needed(name, role, segment.rows) else None
@@ -356,27 +410,34 @@ def part_dtypes(reader: Reader, segment: Segment, codec: Codec, shape: tuple[int
     return {part: dtype for part, (dtype, _) in wanted.items()}
 
 
-def _triplet(reader: Reader, role: Role, segment: Segment) -> Quantized:
-    params = reader.manifest.codecs[segment.codec].params
+def _check_triplet(reader: Reader, role: Role, segment: Segment) -> None:
+    """Raise ManifestError unless a segment's tensors are an mlx affine triplet of its rows."""
+    bits, group = _affine_params(reader, role, segment)
     rows = segment.rows[1] - segment.rows[0]
+    groups = (role.heads, rows, role.dim // group)
+    for part, shape in (("weight", (role.heads, rows, role.dim * bits // 32)), ("scales", groups), ("biases", groups)):
+        name = segment.tensors.get(part)
+        dtype = "U32" if part == "weight" else role.dtype
+        if name is None or (reader.tensors[name].dtype, tuple(reader.tensors[name].shape)) != (dtype, shape):
+            raise ManifestError(f"{MLX_AFFINE} needs {part} as {dtype} {shape}, found {name and reader.tensors[name]}", path=reader.path)
+
+
+def _affine_params(reader: Reader, role: Role, segment: Segment) -> tuple[int, int]:
+    """Bits and group size of an mlx affine triplet."""
+    params = reader.manifest.codecs[segment.codec].params
     bits, group = params.get("bits"), params.get("group_size")
     if type(bits) is not int or type(group) is not int or bits not in AFFINE_BITS or group not in (32, 64, 128) or role.dim % group:
         raise ManifestError(
             f"{MLX_AFFINE} with bits {bits!r:.40}, group_size {group!r:.40} does not fit head_dim {role.dim}", path=reader.path
         )
-    shapes = {
-        "weight": (role.heads, rows, role.dim * bits // 32),
-        "scales": (role.heads, rows, role.dim // group),
-        "biases": (role.heads, rows, role.dim // group),
-    }
-    arrays = {}
-    for part, shape in shapes.items():
-        name = segment.tensors.get(part)
-        dtype = "U32" if part == "weight" else role.dtype
-        if name is None or (reader.tensors[name].dtype, tuple(reader.tensors[name].shape)) != (dtype, shape):
-            raise ManifestError(f"{MLX_AFFINE} needs {part} as {dtype} {shape}, found {name and reader.tensors[name]}", path=reader.path)
-        arrays[part] = to_mlx(reader.array(name), dtype)
-    return Quantized(bits=bits, group_size=group, **arrays)
+    return bits, group
+
+
+def _triplet(reader: Reader, role: Role, segment: Segment) -> Quantized:
+    _check_triplet(reader, role, segment)
+    bits, group = _affine_params(reader, role, segment)
+    arrays = {part: to_mlx(reader.array(segment.tensors[part]), role.dtype) for part in ("scales", "biases")}
+    return Quantized(bits=bits, group_size=group, weight=to_mlx(reader.array(segment.tensors["weight"]), "U32"), **arrays)
 
 
 def to_mlx(array: np.ndarray, dtype: str) -> mx.array:
