@@ -52,6 +52,7 @@ REASONS = {
     "phixtral": "gives its output the dtype of the cached values",
     "plamo": "repeats keys and values for the heads that share them",
     "plamo2": "calls mx.fast.scaled_dot_product_attention itself",
+    "plamo3": "prefills with masks that see one row more than its sliding layers keep",
     "stablelm": "turns keys into float32",
 }
 
@@ -78,8 +79,11 @@ class OpaqueCache:
     def offset(self) -> int:
         return self.inner.offset
 
-    def make_mask(self, *args: Any, **options: Any) -> Any:
-        return self.inner.make_mask(*args, **options)
+    def make_mask(self, count: int, *, return_array: bool = False, window_size: int | None = None) -> Any:
+        # A cache of codes applies the window of its layer itself, so masks must not mean another one.
+        if isinstance(self.inner, RotatingKVCache) and window_size not in (None, self.inner.max_size):
+            raise ValueError(f"the mask's window is {window_size}, the cache's {self.inner.max_size}")
+        return self.inner.make_mask(count, return_array=return_array, window_size=window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Opaque, Opaque]:
         keys, values = self.inner.update_and_fetch(keys, values)

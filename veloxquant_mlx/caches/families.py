@@ -28,9 +28,9 @@ CODES = frozenset([
     "hunyuan", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestloopcoder", "jamba", "laguna", "lfm2", "lfm2-vl", "lfm2_moe",
     "lille-130m", "llama", "llama4", "llama4_text", "mellum", "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax",
     "ministral3", "mistral3", "mixtral", "muse_glimmer", "nanbeige", "nanochat", "nemotron", "nemotron-nas", "nemotron_h", "olmo2",
-    "olmo3", "olmo_hybrid", "olmoe", "openelm", "phi3", "phimoe", "pixtral", "plamo3", "prism_hadamard_qwen35", "qwen", "qwen2",
-    "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
-    "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "spark2_5", "starcoder2", "step3p5", "talkie", "telechat3", "youtu_llm"
+    "olmo3", "olmo_hybrid", "olmoe", "openelm", "phi3", "phimoe", "pixtral", "prism_hadamard_qwen35", "qwen", "qwen2", "qwen2_moe",
+    "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "recurrent_gemma",
+    "seed_oss", "smollm3", "solar_open", "spark2_5", "starcoder2", "step3p5", "talkie", "telechat3", "youtu_llm"
 ])
 SINKS = frozenset([
     "gpt_oss", "mimo_v2_flash"
@@ -87,6 +87,8 @@ DECODED = {
     "plamo": "repeats keys and values for the heads that share them",
     # plamo2.py:280 output = mx.fast.scaled_dot_product_attention( -> TypeError
     "plamo2": "calls mx.fast.scaled_dot_product_attention itself",
+    # plamo3.py:233 sliding_window_mask = create_attention_mask( -> ValueError
+    "plamo3": "prefills with masks that see one row more than its sliding layers keep",
     "rwkv7": "caches in ArraysCache",
     # stablelm.py:120 keys = keys.astype(mx.float32) -> AttributeError
     "stablelm": "turns keys into float32",
