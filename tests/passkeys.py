@@ -5,7 +5,7 @@
 A prompt of 1500 tokens with a passkey in it is in the cache, encoded and decoded once, with the exact tokens and without; the question is
 asked on that, and counts where all five digits of the answer are right (`kvtool.passkeys`). Prompts are the first N of 400, the same for
 each codec; a codec that learns its words anew from each cache is asked the first few of them. One process a model. What is done is kept in
-the cache folder, 50 prompts at a time, under a digest of the sources that computed it, so that an interrupted run goes on.
+the cache folder, 10 prompts at a time, under a digest of the sources that computed it, so that an interrupted run goes on.
 """
 
 import argparse
@@ -36,12 +36,12 @@ from kvtool.sweeping import specs_of
 from tests.smollm2.frontier import OUT, ROOT, TABLES, calibration_of, is_calibrated, shown, sources_digest
 from veloxquant_mlx.codecs import RECENT, SINK
 
-NAME, CACHE, ALL, BLOCK = "passkeys-tiny.md", ROOT / ".cache" / "passkeys", 400, 50
+NAME, CACHE, ALL, BLOCK = "passkeys-tiny.md", ROOT / ".cache" / "passkeys", 400, 10
 CODECS = (
     *("raw", "tc-2.05", "tc-3.05", "tcz-1.1", "rvq-2", "rvq-3", "rvq-4", "rvq-2+2", "rabitq", "rabitq-4", "affine-2", "affine-4"),
     *("commvq-2", "commvq-2:additive", "vecinfer-2", "qjl", "mlx-4", "fp8"),
 )
-SLOW = {"commvq-2": 100, "vecinfer-2": 50}  # codec -> most prompts: half a second and two to four a cache
+SLOW = {"commvq-2": 40, "vecinfer-2": 20}  # codec -> most prompts: half a second and two to four a cache
 NORMAL = 1.959964  # 97.5 % of a normal distribution lie below
 
 
