@@ -11,6 +11,7 @@ cache returns cannot use it (`caches.families` says which).
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
+from veloxquant_mlx.caches.batch import BatchCodedKVCache
 from veloxquant_mlx.caches.blocks import Block, CodedRows, merged, tile_tokens
 from veloxquant_mlx.caches.hook import hold
 from veloxquant_mlx.caches.visibility import Visibility
@@ -55,6 +57,15 @@ class Growth:
         for codec in (self.k, self.v):
             if codec.eager or codec.calibration is not None or codec.after is not None:
                 raise ValueError(f"[Growth] {codec.id} cannot encode rows as they come: give tc-N, or a codec without calibration.")
+
+    def leaving(self, first: int, count: int) -> list[tuple[int, bool]]:
+        """What leaves a tail of `count` rows from position `first` on, oldest first: how many rows, and whether as they are."""
+        leaving = []
+        if first < self.sink and count >= self.sink - first + self.recent + BLOCK:
+            leaving.append((self.sink - first, True))
+            first, count = self.sink, count - (self.sink - first)
+        older = (count - self.recent) // BLOCK * BLOCK
+        return [*leaving, (older, False)] if older > 0 and first >= self.sink else leaving
 
     def encoded(self, keys: mx.array, values: mx.array, first: int) -> Block:
         """Rows as cached, (H, S, D), at positions from `first` on."""
@@ -163,6 +174,25 @@ class CodedKVCache(_BaseCache):
         """Rows held, which masks count."""
         return self.offset - (self.blocks[0].first if self.blocks else self._tail_first)
 
+    @property
+    def tail_first(self) -> int:
+        """Position of the first row in the tail."""
+        return self._tail_first
+
+    @property
+    def tail(self) -> tuple[mx.array, mx.array] | None:
+        """Keys and values of the tail, (H, T, D), or None without any yet."""
+        return None if self._tail is None else (self._tail[0][:, : self._rows], self._tail[1][:, : self._rows])
+
+    def set_tail(self, keys: mx.array, values: mx.array, first: int) -> None:
+        """Replace the tail by rows (H, T, D) from position `first` on, where the blocks end."""
+        self._tail, self._rows, self._tail_first = (keys, values), keys.shape[1], first
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> BatchCodedKVCache:
+        """A batch of these caches and KVCaches (or, of sliding layers, RotatingKVCaches)."""
+        return BatchCodedKVCache.merge(caches)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Fetched, Fetched]:
         """Add rows (1, H, N, D); returns all of them for attention alone."""
         self._check_rows(keys, values)
@@ -174,13 +204,9 @@ class CodedKVCache(_BaseCache):
 
     def encode_older(self) -> None:
         """Encode what the tail holds beyond its window, and drop blocks that no later query sees."""
-        growth = self.growth
-        if growth is not None and self._tail is not None:
-            if self._tail_first < growth.sink and self._rows >= growth.sink - self._tail_first + growth.recent + BLOCK:
-                self._leave(growth.sink - self._tail_first, exact=True)
-            older = (self._rows - growth.recent) // BLOCK * BLOCK
-            if older > 0 and self._tail_first >= growth.sink:
-                self._leave(older, exact=False)
+        if self.growth is not None:
+            for count, exact in self.growth.leaving(self._tail_first, self._rows):
+                self._leave(count, exact)
         if self.window:
             self.blocks = tuple(block for block in self.blocks if block.stop > self.offset - self.window + 1)
 
@@ -287,6 +313,15 @@ class CodedKVCache(_BaseCache):
 
     __copy__ = fork
 
+    # RotatingKVCache.merge asks these of the caches beside it.
+
+    @property
+    def max_size(self) -> int:
+        return self.window
+
+    def _temporal_order(self, rows: mx.array) -> mx.array:
+        return rows
+
     @property
     def state(self) -> tuple[str, list[mx.array]]:
         """JSON of all that is not an array, and the arrays: what mlx-lm evaluates, saves and hands to `from_state`."""
@@ -312,6 +347,9 @@ class CodedKVCache(_BaseCache):
         if about["tail"] is not None:
             self._tail = tuple(arrays[i] for i in about["tail"])
             self._rows = self._tail[0].shape[1]
+
+
+BatchCodedKVCache.single = CodedKVCache
 
 
 def _grown(arrays: list[mx.array], rows: int) -> tuple[mx.array, mx.array]:

@@ -80,3 +80,47 @@ class Visibility:
         if seen is None:
             return mask
         return mask & seen if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-float("inf"), mask.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class BatchVisibility:
+    """For sequences of a batch: their columns are padding first, then rows, and the newest query of each stands at the last column.
+
+    Attributes:
+        mask: (B, H_q or 1, Q, S), bool or to be added.
+        starts: the column of each sequence's row 0, as `tile` counts rows.
+        kv_heads: H.
+        groups: G, query heads of a KV head.
+        window: if > 0, a query sees at most this many columns up to and with its own.
+        stacked: queries of all sequences are rows beside each other, B x G x Q a KV head; else sequences are heads, B x H of G x Q rows.
+    """
+
+    mask: mx.array
+    starts: tuple[int, ...]
+    kv_heads: int
+    groups: int
+    window: int = 0
+    stacked: bool = True
+
+    def tile(self, start: int, stop: int) -> mx.array | bool:
+        """What queries see of rows start to stop: False for none, else (H or 1, B G Q, n) or (B H, G Q, n), bool or to be added."""
+        heads, queries, columns = self.mask.shape[1:]
+        firsts = [first + start for first in self.starts]
+        count, oldest, newest = stop - start, columns - queries, columns - 1
+        if self.window and max(firsts) + count <= oldest - self.window + 1:
+            return False
+        if len(set(firsts)) == 1:
+            seen = self.mask[..., firsts[0] : firsts[0] + count]
+        else:
+            seen = mx.stack([own[..., first : first + count] for own, first in zip(self.mask, firsts, strict=True)])
+        if self.window and min(firsts) <= newest - self.window:
+            column = mx.array(firsts)[:, None, None, None] + mx.arange(count)
+            inside = column > mx.arange(oldest, columns)[:, None] - self.window
+            seen = seen & inside if seen.dtype == mx.bool_ else mx.where(inside, seen, mx.array(-float("inf"), seen.dtype))
+        batch = len(firsts)
+        seen = seen.reshape(batch, *((1, 1) if heads == 1 else (self.kv_heads, self.groups)), queries, count)
+        if self.stacked:
+            seen = mx.broadcast_to(seen, (batch, seen.shape[1], self.groups, queries, count))
+            return seen.swapaxes(0, 1).reshape(seen.shape[1], -1, count)
+        seen = mx.broadcast_to(seen, (batch, self.kv_heads, self.groups, queries, count))
+        return seen.reshape(batch * self.kv_heads, -1, count)
