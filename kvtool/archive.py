@@ -1,5 +1,6 @@
 """Archives: save a snapshot as a container file, open it lazily, load it back into live caches."""
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from kvtool.capturing import Snapshot, vocabulary
 from kvtool.compat import check_identity, check_layers, check_ropes, check_rows
 from kvtool.decoding import Decoder
 from kvtool.encoding import Encoder
+from kvtool.live import Placement, coded_cache, placement_notes, placements, shareable
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.snapshot import build_caches
@@ -78,13 +80,30 @@ class Restored:
         cache: live mlx-lm caches, one a layer, for `mlx_lm.generate(..., prompt_cache=cache)`.
         tokens: token ids the file stands for, or None.
         usable: tokens whose keys and values are in `cache`.
-        notes: what a caller should know (a cast of dtype, for example).
+        notes: what a caller should know: casts of dtype, which layers attend to codes and which do not, and why.
+        layers: where each layer lives.
     """
 
     cache: list[Any]
     tokens: tuple[int, ...] | None
     usable: int
     notes: tuple[str, ...]
+    layers: tuple[Placement, ...] = ()
+
+    def fork(self, count: int) -> list["Restored"]:
+        """Caches that go on from here each by itself, over one copy of what is there: `count` of them, besides this one.
+
+        Rows on codes are shared, and so are those of plain layers whose attention can read them in blocks; what an agent adds is its own.
+        Any other cache (sliding windows that are decoded, recurrent state) is copied.
+
+        Raises:
+            ValueError: count is less than 1.
+        """
+        if type(count) is not int or count < 1:
+            raise ValueError(f"[fork] count must be an integer of at least 1, but got {count!r}.")
+        self.cache = [shareable(c, placement) for c, placement in zip(self.cache, self.layers, strict=True)]
+        mx.eval([c.state for c in self.cache])
+        return [replace(self, cache=[copy.deepcopy(c) for c in self.cache]) for _ in range(count)]
 
     def pending(self) -> list[int]:
         """Token ids still to be run before the model can go on: those beyond `usable`, else the last one, taken back from the cache.
@@ -368,11 +387,12 @@ class Archive:
         for i, probe in enumerate(probes):
             yield fit_dtype(self.state(i), probe, casts)
 
-    def load(self, model: LoadedModel, *, allow_mismatch: bool = False, progress: Progress | None = None) -> Restored:
-        """Live caches for `model`.
+    def load(self, model: LoadedModel, *, decode: bool = False, allow_mismatch: bool = False, progress: Progress | None = None) -> Restored:
+        """Live caches for `model`: codes stay codes, and attention reads them, in every layer where that can be (`kvtool.live`).
 
         Args:
             model: the model that will go on.
+            decode: give every layer mlx-lm's own cache of decoded rows.
             allow_mismatch: accept another model's weights or tokenizer; shapes and RoPE must fit all the same.
             progress: called with (layers done, layers in all).
         Raises:
@@ -380,14 +400,22 @@ class Archive:
             IntegrityError: bytes that do not match their digest.
         """
         probes = self.check(model, allow_mismatch=allow_mismatch)
+        placed = placements(self.decoder, model.model, probes)
+        if decode:
+            placed = [replace(p, codes=False, reason="asked for") if p.codes else p for p in placed]
         casts: list[str] = []
         cache: list[Any] = []
-        for state in self.states(probes, casts):
-            cache += build_caches([state], first=len(cache))
+        for i, (probe, placement) in enumerate(zip(probes, placed, strict=True)):
+            if placement.codes:
+                cache.append(coded_cache(self.decoder, str(i), probe))
+            else:
+                cache += build_caches([fit_dtype(self.state(i), probe, casts)], first=i)
             mx.eval(cache[-1].state)
             if progress is not None:
                 progress(len(cache), len(probes))
-        return Restored(cache, self.tokens, self.length, cast_note(casts))
+        # That a lossless file is decoded goes without saying.
+        notes = placement_notes(placed) if any(p.codes or p.lossy for p in placed) else ()
+        return Restored(cache, self.tokens, self.length, (*cast_note(casts), *notes), tuple(placed))
 
 
 def fit_dtype(state: CacheState, probe: CacheProbe, casts: list[str]) -> CacheState:
@@ -427,10 +455,11 @@ def load(
     source: str | os.PathLike[str],
     model: LoadedModel,
     *,
+    decode: bool = False,
     allow_mismatch: bool = False,
     calibration: str | os.PathLike[str] | Calibration | None = None,
     progress: Progress | None = None,
 ) -> Restored:
     """Open a file and bring its cache to life in `model`; see `open` and `Archive.load`."""
     with open(source, calibration=calibration) as archive:
-        return archive.load(model, allow_mismatch=allow_mismatch, progress=progress)
+        return archive.load(model, decode=decode, allow_mismatch=allow_mismatch, progress=progress)

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import (
 from formats.errors import IncompatibleError
 from kvtool.probe import CacheProbe
 from kvtool.states import CacheState, Quantized, check_against, leaves, length_of
+from veloxquant_mlx.caches.coded import CodedKVCache
 
 __all__ = ["CacheState", "Quantized", "build_caches", "check_against", "leaves", "length_of", "take_states", "unlimited"]
 
@@ -153,6 +154,20 @@ def _linear(state: CacheState, cache: Any, row: int, start: int, stop: int, posi
     )
 
 
+def _take_coded(cache: CodedKVCache, where: str, row: int | None) -> CacheState:
+    """Its rows decoded: a codec that stores them again codes what was coded before."""
+    window, offset = cache.window, cache.offset
+    state = _sliding(window, 0) if window else CacheState("KVCache", "full")
+    _row(1, row, where)
+    keys, values = cache.keys_and_values()
+    if keys is None or values is None:
+        return state
+    # Of a full window a continuation reads the newest window - 1 rows, before its own.
+    live = offset if not window or offset < window else window - 1
+    state = replace(state, params={**state.params, "ring": min(offset, window)}) if window else state
+    return replace(state, offset=offset, positions=((offset - live, offset),), k=keys[0, :, -live:], v=values[0, :, -live:])
+
+
 def _take_quantized(cache: QuantizedKVCache, where: str, row: int | None) -> CacheState:
     state = CacheState("QuantizedKVCache", "full", params={"bits": cache.bits, "group_size": cache.group_size})
     if cache.keys is None:
@@ -277,6 +292,7 @@ _TAKE: dict[type, Callable[[Any, str, int | None], CacheState]] = {
     BatchRotatingKVCache: _take_batch_rotating,
     ArraysCache: _take_arrays,
     CacheList: _take_list,
+    CodedKVCache: _take_coded,
 }
 
 

@@ -45,7 +45,7 @@ class CodedRows:
 
     @cached_property
     def reader(self) -> RowReader:
-        return self.codec.reader(self.parts, self.shape)
+        return self.codec.row_reader(self.parts, self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -108,11 +108,11 @@ class Block:
         """Decoded keys, as cached, and values, (H, n, D) float32, of rows start to stop."""
         stop = self.count if stop is None else stop
         k, v, rope = self.k.reader, self.v.reader, self.k.rope
-        keys = _decoded(k, k.tile(*self._span("k", start, stop)))
-        given = {"k": keys} if v.codec.needs else None
+        keys = k.decoded(*self._span("k", start, stop))
+        values = v.decoded(*self._span("v", start, stop), {"k": keys} if v.codec.needs else None)
         if rope is not None:
             keys = rotate(keys, np.arange(self.first + start, self.first + stop), unrotated(rope), rope)
-        return keys, _decoded(v, v.tile(*self._span("v", start, stop), given))
+        return keys, values
 
     def attend(self, q: mx.array, seen: Visibility, column: int, tile: int) -> tuple[mx.array, mx.array]:
         """Attention of queries to these rows.

@@ -68,6 +68,11 @@ class Codec(ABC):
         return False
 
     @property
+    def grows(self) -> bool:
+        """Whether further rows of the layer can be encoded at no cost of their own: no tables learnt from the rows go with the parts."""
+        return not self.eager
+
+    @property
     def calibration(self) -> str | None:
         """blake3 of the calibration file whose tables this codec lacks, or None where it lacks none."""
         return None
@@ -164,7 +169,7 @@ class Codec(ABC):
             ValueError: a part is missing, or has another dtype or shape than `layout` says.
         """
 
-    def reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+    def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         """What reads tiles of rows from their parts, as attention wants them.
 
         Args:

@@ -7,7 +7,7 @@ Dot products and weighted sums of rows need no more than `points`:
     <w, x^[s]>      = scale[s] <R w, points[s]> + centred[s] <w, mean>
     sum_s p_s x^[s] = R^T sum_s (p_s scale[s]) points[s] + (sum_s p_s centred[s]) mean
 
-A codec that has such coordinates says so with a reader of its own (`Codec.reader`); of any other the points are its decoded rows.
+A codec that has such coordinates says so with a reader of its own (`Codec.row_reader`); of any other the points are its decoded rows.
 """
 
 from dataclasses import dataclass
@@ -63,6 +63,10 @@ class RowReader:
             given: what `codec.needs` names, of the same rows.
             after: computed before the codes are read. Lazily built, all tiles would be decoded at once.
         """
+        return Tile(self.decoded(start, stop, given, after))
+
+    def decoded(self, start: int, stop: int, given: dict[str, mx.array] | None = None, after: mx.array | None = None) -> mx.array:
+        """Rows start to stop as `codec.decode` gives them, (H, n, D) float32; arguments as of `tile`."""
         group = self.codec.tokens_together
         first = start // group * group
         last = min(-(-stop // group) * group, self.shape[1])
@@ -70,7 +74,7 @@ class RowReader:
             given = {name: mx.pad(x, [(0, 0), (start - first, last - stop), (0, 0)]) for name, x in given.items()}
         near = () if given is None else (given,)
         rows = self.codec.decode(self.sliced(first, last, after), (self.shape[0], last - first, self.shape[2]), mx.float32, *near)
-        return Tile(rows[:, start - first : stop - first])
+        return rows[:, start - first : stop - first]
 
     def sliced(self, first: int, last: int, after: mx.array | None) -> dict[str, mx.array]:
         """The parts of rows first to last, multiples of the tokens that the codec codes together (or the end)."""

@@ -134,7 +134,7 @@ class RotatedCodec(Codec):
             mx.eval(out)
         return out
 
-    def reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+    def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         return _RotatedReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
     def _encode_block(self, x: mx.array, mean: mx.array | None) -> dict[str, mx.array]:

@@ -150,7 +150,7 @@ class Affine(Codec):
             mx.eval(out)
         return out
 
-    def reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+    def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         return _AffineReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
     def _decode_block(self, parts: dict[str, mx.array], dim: int) -> mx.array:

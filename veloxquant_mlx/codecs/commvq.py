@@ -66,6 +66,10 @@ class CommVq(Codec):
     dims: int | None = None
     id: ClassVar[str] = "commvq"
 
+    @property
+    def grows(self) -> bool:
+        return False
+
     @classmethod
     def parse(cls, text: str, role: RoleName) -> Codec | None:
         name, *options = text.split(":")

@@ -89,6 +89,10 @@ class CommVqAdditive(Codec):
         return bound.with_tables(tables)
 
     @property
+    def grows(self) -> bool:
+        return not self.carry
+
+    @property
     def calibration(self) -> str | None:
         return self.digest if self.tables is None else None
 

@@ -55,6 +55,10 @@ class CommVqProduct(Codec):
     dims: int | None = None
     id: ClassVar[str] = "commvq-product"
 
+    @property
+    def grows(self) -> bool:
+        return False
+
     @classmethod
     def parse(cls, text: str, role: RoleName) -> Codec | None:
         name, *options = text.split(":")

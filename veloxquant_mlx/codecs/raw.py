@@ -50,7 +50,7 @@ class Raw(Codec):
         stored = mx.bfloat16 if stored == mx.uint16 else stored
         return self._checked_parts(parts, self.layout(shape, stored if stored in FLOATS else dtype))["data"].astype(dtype)
 
-    def reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+    def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         stored = parts["data"].dtype if "data" in parts else mx.float32
         return _RawReader(self, self._checked_parts(parts, self.layout(shape, mx.bfloat16 if stored == mx.uint16 else stored)), shape)
 

@@ -118,6 +118,10 @@ class Tc(Codec):
         return replace(bound, **own).with_tables(tables)
 
     @property
+    def grows(self) -> bool:
+        return not self.carry
+
+    @property
     def calibration(self) -> str | None:
         return self.digest if self.tables is None else None
 

@@ -66,6 +66,10 @@ class VecInfer(Codec):
     smooth: bool
     id: ClassVar[str] = "vecinfer"
 
+    @property
+    def grows(self) -> bool:
+        return False
+
     @classmethod
     def parse(cls, text: str, role: RoleName) -> "VecInfer | None":
         name, *options = text.split(":")

@@ -330,7 +330,9 @@ def _whole_head(caller: str, keys: mx.array, base: float) -> RopeSpec:
 
 
 def _positions(positions: mx.array | np.ndarray | Sequence[int], length: int, name: str) -> np.ndarray:
-    array = np.array(positions)
+    # NumPy never sees an empty array of MLX: on a GPU it may have no memory behind it, and copying it ends the process.
+    empty = isinstance(positions, mx.array) and positions.size == 0
+    array = np.empty(positions.shape, np.int64) if empty else np.array(positions)
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
@@ -394,6 +396,10 @@ def mlx_rope(x: mx.array, positions: np.ndarray, spec: RopeSpec, *, inverse: boo
         positions: (S,) integers.
         inverse: turn back instead.
     """
+    below = positions < 0
+    if below.any():  # MLX's GPU kernels count positions without a sign; -p is p turned back
+        turned = (mlx_rope(x, abs(positions), spec, inverse=inverse ^ back) for back in (True, False))
+        return mx.where(mx.array(below)[:, None], *turned)
     sign = -1.0 if inverse else 1.0
     periods = None if spec.periods is None else mx.array([sign * p for p in spec.periods], dtype=mx.float32)
     scale = spec.scale if spec.periods is not None else sign * spec.scale

@@ -1,0 +1,180 @@
+"""Live caches that attend to a file's codes, layer by layer, where the model's attention allows it.
+
+A layer is on codes where the model file passes what its cache returns straight to mlx-lm's attention (`veloxquant_mlx.caches.families`),
+its rows are those of one KVCache or of a sliding window, and its file holds codes that can be read tile by tile. All others get mlx-lm's
+own cache of decoded rows, with the reason.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from formats.manifest import CacheInfo, Role, Segment
+from kvtool.decoding import Decoder
+from kvtool.encoding import MLX_AFFINE
+from kvtool.probe import CacheProbe
+from veloxquant_mlx.caches import families
+from veloxquant_mlx.caches.blocks import Block, CodedRows
+from veloxquant_mlx.caches.coded import CodedKVCache, Growth
+from veloxquant_mlx.codecs import Codec, parse_codec
+from veloxquant_mlx.codecs._base import RoleName
+from veloxquant_mlx.codecs.raw import Raw
+
+FULL = ("KVCache", "ConcatenateKVCache")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one layer lives.
+
+    Attributes:
+        codes: whether attention reads codes.
+        reason: why not, empty where it does.
+        grows: spec of the codecs that encode rows which join later, such as "k=tc-2,v=tc-2"; None keeps them exact.
+        lossy: whether the file holds codes of the layer.
+        sharable: whether its attention could read exact rows in blocks, which forks share.
+    """
+
+    codes: bool
+    reason: str = ""
+    grows: str | None = None
+    lossy: bool = True
+    sharable: bool = False
+
+
+def placements(decoder: Decoder, model: Any, probes: Sequence[CacheProbe]) -> list[Placement]:
+    """Where each layer of a file would live in a model. No tensor is read."""
+    treated = families.layers(model)
+    infos = decoder.reader.manifest.layers
+    found = [_placement(decoder, info, probe, layer) for info, probe, layer in zip(infos, probes, treated, strict=True)]
+    # A mask is made once for all sliding layers, over the rows of the first; a ring and codes hold different ones.
+    sliding = [i for i, info in enumerate(infos) if info.attention == "sliding"]
+    reasons = [found[i].reason for i in sliding if not found[i].codes]
+    if reasons and len(reasons) < len(sliding):
+        for i in sliding:
+            found[i] = found[i] if not found[i].codes else Placement(False, f"another sliding layer is decoded: {reasons[0]}")
+    return found
+
+
+def _placement(decoder: Decoder, info: CacheInfo, probe: CacheProbe, layer: families.Layer) -> Placement:
+    if layer.attention != "codes":
+        return Placement(False, layer.reason, lossy=_lossy(decoder, info))
+    if info.cls not in FULL and not (info.cls == "RotatingKVCache" and info.params.get("keep") == 0):
+        return Placement(False, f"a {info.cls} is not read from codes", lossy=_lossy(decoder, info))
+    if info.k is None or info.v is None:
+        return Placement(False, "it has no rows", lossy=False)
+    manifest = decoder.reader.manifest
+    codecs = {}
+    for role, about in (("k", info.k), ("v", info.v)):
+        if any(manifest.codecs[segment.codec].id == MLX_AFFINE for segment in about.segments):
+            return Placement(False, "mlx-lm quantised it itself")
+        used = [decoder.codec(segment.codec) for segment in about.segments]
+        if any(codec.eager for codec in used):
+            return Placement(False, f"{next(codec for codec in used if codec.eager).spec()} is decoded when it is loaded")
+        codecs[role] = _main(decoder, about)
+    if probe.v is None or probe.v.rope is not None:
+        return Placement(False, "its values are rotated")
+    if all(isinstance(codec, Raw) for codec in codecs.values()):
+        return Placement(False, "it is stored exactly", lossy=False, sharable=info.cls in FULL)
+    growing = growth(decoder, info, probe)
+    grows = None if growing is None else f"k={growing.k.spec('k')},v={growing.v.spec('v')}"
+    return Placement(True, grows=grows)
+
+
+def _lossy(decoder: Decoder, info: CacheInfo) -> bool:
+    roles = [about for about in (info.k, info.v) if about is not None]
+    coded = any(decoder.reader.manifest.codecs[segment.codec].id != Raw.id for about in roles for segment in about.segments)
+    return coded or any(_lossy(decoder, inner) for inner in info.caches)
+
+
+def shareable(cache: Any, placement: Placement) -> Any:
+    """A cache whose copies share its rows, where there is one: a KVCache whose attention can read blocks becomes one of exact blocks."""
+    if not placement.sharable or type(cache) is not KVCache:
+        return cache
+    keys, values = cache.keys_and_values()
+    keys, values = mx.contiguous(keys[0]), mx.contiguous(values[0])
+    return CodedKVCache([Block.exact(keys, values, 0)])
+
+
+def coded_cache(decoder: Decoder, name: str, probe: CacheProbe) -> CodedKVCache:
+    """The cache of a layer that is placed on codes."""
+    info = decoder.reader.manifest.layers[int(name)]
+    assert info.k is not None and info.v is not None
+    pieces = {
+        role: [(segment.rows, decoder.coded(name, role, segment)) for segment in about.segments]
+        for role, about in (("k", info.k), ("v", info.v))
+    }
+    first = info.positions[0][0]
+    window = info.window or 0 if info.attention == "sliding" else 0
+    return CodedKVCache(list(_blocks(pieces["k"], pieces["v"], first)), growth(decoder, info, probe), window)
+
+
+def _blocks(keys: list[tuple[tuple[int, int], CodedRows]], values: list[tuple[tuple[int, int], CodedRows]], first: int) -> Iterator[Block]:
+    """Keys and values of the same rows beside each other, cut where either is."""
+    cuts = sorted({edge for (start, stop), _ in (*keys, *values) for edge in (start, stop)})
+    for start, stop in pairwise(cuts):
+        (k_span, k), (v_span, v) = (next(piece for piece in role if piece[0][0] <= start < piece[0][1]) for role in (keys, values))
+        yield Block(k, v, stop - start, first + start, start - k_span[0], start - v_span[0])
+
+
+def growth(decoder: Decoder, info: CacheInfo, probe: CacheProbe) -> Growth | None:
+    """How rows that join later are encoded: as the file's are, or by `rvq` of as many bits where its codec learns tables from the rows."""
+    assert info.k is not None and info.v is not None and probe.k is not None
+    k, v = _growing(decoder, info.k, "k"), _growing(decoder, info.v, "v")
+    if isinstance(k, Raw) and isinstance(v, Raw):
+        return None
+    rope = probe.k.rope if _longest(info.k).frame == "pre" else None
+    return Growth(k, v, rope, recent=_recent(decoder, info.k))
+
+
+def _growing(decoder: Decoder, about: Role, role: RoleName) -> Codec:
+    codec = _main(decoder, about)
+    if codec.grows:
+        return codec
+    start, stop = _longest(about).rows
+    shape = (about.heads, stop - start, about.dim)
+    bits = 8 * codec.nbytes(shape, mx.float16) / prod(shape)
+    plan = parse_codec(f"rvq-{min(8, max(1, round(bits)))}")
+    return plan.k if role == "k" else plan.v
+
+
+def _main(decoder: Decoder, about: Role) -> Codec:
+    return decoder.codec(_longest(about).codec)
+
+
+def _longest(about: Role) -> Segment:
+    """The segment with most rows, of those with codes where there are any."""
+    return max(about.segments, key=lambda segment: ("data" not in segment.tensors, segment.rows[1] - segment.rows[0]))
+
+
+def _recent(decoder: Decoder, about: Role) -> int:
+    """Newest rows that the file keeps exact."""
+    newest = about.segments[-1]
+    exact = len(about.segments) > 1 and isinstance(decoder.codec(newest.codec), Raw)
+    return newest.rows[1] - newest.rows[0] if exact else 0
+
+
+def placement_notes(found: Sequence[Placement]) -> tuple[str, ...]:
+    """Where the layers live, equal ones counted, as remarks for the caller."""
+    notes = []
+    for placement in dict.fromkeys(found):
+        where = ranges([i for i, other in enumerate(found) if other == placement])
+        later = "" if placement.grows is None else f"; later rows join as {placement.grows}"
+        notes.append(f"layers {where} attend to codes{later}" if placement.codes else f"layers {where} are decoded: {placement.reason}")
+    return tuple(notes)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
