@@ -101,7 +101,7 @@ def test_each_part_of_each_head_has_its_own_words() -> None:
 
 def test_no_more_distinct_rows_than_words_are_all_kept() -> None:
     rows = np.array(keys((2, 250, 16)).astype(mx.float16).astype(mx.float32))
-    x = mx.array(rows[:, np.random.default_rng(0).integers(0, 250, 700)])
+    x = mx.array(np.repeat(rows, 8, axis=1))
     for sub in (4, 8):
         assert np.array_equal(f64(CommVqProduct(sub).decode(CommVqProduct(sub).encode(x), x.shape, mx.float32)), f64(x))
 
