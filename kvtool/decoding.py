@@ -169,22 +169,11 @@ class Decoder:
         """
         about = self._about(name, role)
         assert about is not None
-        shape = (about.heads, segment.rows[1] - segment.rows[0], about.dim)
-        codec = self.codec(segment.codec)
-        if not takes_dim(codec, about.dim):
-            raise ManifestError(f"codec {codec.id} does not take head_dim {about.dim}", path=self.reader.path)
-        self._check_exact(about, segment, codec, shape)
-        rope = self._rope(about, segment)
+        self._check(about, segment)
+        codec, shape = self.codec(segment.codec), (about.heads, segment.rows[1] - segment.rows[0], about.dim)
         parts = read_parts(self.reader, segment, codec, shape)
         mx.eval(parts)
-        return CodedRows(codec, parts, shape, FLOATS[about.dtype], rope)
-
-    def _check_exact(self, about: Role, segment: Segment, codec: Codec, shape: tuple[int, int, int]) -> None:
-        if isinstance(codec, Raw):
-            stored = part_dtypes(self.reader, segment, codec, shape)["data"]
-            # Exact rows of a float32 cache may take 16 bits; nothing else is narrower or wider than the cache.
-            if stored != about.dtype and (stored, about.dtype) != ("F16", "F32"):
-                raise ManifestError(f"rows of a {about.dtype} cache are stored as {stored}", path=self.reader.path)
+        return CodedRows(codec, parts, shape, FLOATS[about.dtype], self._rope(about, segment))
 
     def codec(self, index: int) -> Codec:
         """The codec at an index of the file's table, with its tables.

@@ -22,6 +22,7 @@ from kvtool.compare import layer_differences
 from kvtool.states import CacheState, Quantized
 from tests.library import fill as filled
 from tests.library import ids, rewrite, saved, tiny, twin
+from veloxquant_mlx.caches.coded import CodedKVCache
 
 COUNT = 24
 LOSSY = "rvq-2+2,frame=pre,sink=2,recent=0"
@@ -286,6 +287,9 @@ def harmless(path: Path, source: Path, before: dict, family: str) -> bool:
 def leaves(cache: Any) -> list[mx.array]:
     if hasattr(cache, "caches"):
         return [x for c in cache.caches for x in leaves(c)]
+    if isinstance(cache, CodedKVCache):
+        # Decoded: two files may say the same rows in different words.
+        return [x for x in cache.keys_and_values() if x is not None]
     flat: list[Any] = []
 
     def walk(value: Any) -> None:
@@ -328,6 +332,42 @@ def test_a_large_odd_head_does_not_make_a_large_matrix(tmp_path: Path) -> None:
     }
     path = rewrite(source, source, widen, tensors)
     assert use(path, "llama", tmp_path / "out.kv") == []
+
+
+HUGE = 1 << 20  # rows: 64 MB of keys in float32
+
+
+@pytest.mark.parametrize("lie", ["rows", "heads", "dim"])
+@pytest.mark.parametrize("codec", ["rvq-2+2", "raw"])
+def test_what_the_tensors_do_not_hold_is_not_allocated(lie: str, codec: str, tmp_path: Path) -> None:
+    """Exact rows around coded ones are decoded into one array; its size is the manifest's word, which each segment has to bear out."""
+    source = saved(tiny("llama"), tmp_path / "source.kv", COUNT, codec=f"k={codec},v=rvq-2+2,frame=pre,sink=2,recent=8")
+
+    def edit(m: dict[str, Any]) -> None:
+        for about in m["layers"]:
+            for role in (about["k"], about["v"]):
+                if lie == "rows":
+                    # The coded segment is said to be longer: those after it are as they were.
+                    cut = min(1, len(role["segments"]) - 1)
+                    for i, segment in enumerate(role["segments"]):
+                        segment["rows"] = [r + (HUGE if i > cut or (i == cut and at) else 0) for at, r in enumerate(segment["rows"])]
+                else:
+                    role.update({lie: HUGE})
+            if lie == "rows":
+                about.update(positions=[[0, COUNT + HUGE]], offset=COUNT + HUGE)
+
+    path = rewrite(source, tmp_path / "hostile.kv", edit)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    with kvtool.open(path) as archive:
+        for name in ("0", "1"):
+            for role in "kv":
+                with pytest.raises(KVError):
+                    archive.decoder.role(name, role)
+        with pytest.raises(KVError):
+            kvtool.recode(path, tmp_path / "out.kv", codec="rvq-4")
+    assert mx.get_peak_memory() - before < 1 << 20
 
 
 VALUES = st.one_of(

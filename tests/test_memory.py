@@ -21,6 +21,7 @@ import pytest
 
 import kvtool
 from formats.container import open_container
+from tests import memory_child
 from tests.library import ids, saved, tiny
 from veloxquant_mlx.codecs import _base
 
@@ -78,6 +79,23 @@ def test_the_file_is_not_smaller_than_it_should_be(measured: dict[str, Any]) -> 
     # The measurements mean something only if the files hold the cache: 2 bytes a value raw, 4 bits and a scale a row coded.
     assert measured["files"]["raw"] > measured["cache"]
     assert 0.25 < measured["files"]["pre"] / measured["cache"] < 0.3
+
+
+def test_rows_of_several_segments_are_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows, their codes, and a few blocks; a decoded segment beside the joined rows would be as much as the rows again."""
+    monkeypatch.setattr(memory_child, "LAYERS", 1)
+    kvtool.save(memory_child.snapshot(40_000), tmp_path / "a.kv", codec="rvq-1", compress=False)
+    with kvtool.open(tmp_path / "a.kv") as archive:
+        for role in "kv":
+            about = getattr(archive.manifest.layers[0], role)
+            codes = sum(archive.reader.tensors[name].bytes for segment in about.segments for name in segment.tensors.values())
+            mx.clear_cache()
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+            rows = archive.decoder.role("0", role)
+            assert isinstance(rows, mx.array) and len(about.segments) == 3
+            assert mx.get_peak_memory() - before <= rows.nbytes + codes + ENCODER < 1.8 * rows.nbytes
+            del rows
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------------------
