@@ -1,6 +1,7 @@
 """Eviction caches: rows, positions and attention against a float64 simulation of a layer, and mlx-lm's protocol."""
 
 import copy
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,6 +13,7 @@ import mlx_lm.models.cache as mlx_cache
 import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.base import scaled_dot_product_attention
 
 import kvtool
 from kvtool.fisher import run_forward
@@ -19,7 +21,10 @@ from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
 from tests.texts import text
 from veloxquant_mlx.allocators.eviction import H2OState, h2o_update
+from veloxquant_mlx.caches import evicting_rows, hook
 from veloxquant_mlx.caches.evicting import EvictingCache, H2OCache, KeyformerCache, QFiltersCache, gumbel, query_filters
+from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.codecs._base import RoleName
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 HEADS, GROUPS, DIM, VALUES = 2, 3, 16, 8
@@ -62,6 +67,7 @@ class Row:
     token: int
     position: int
     score: float = 0.0
+    coded: bool = False
 
 
 @dataclass
@@ -74,12 +80,19 @@ class Oracle:
     values: np.ndarray
     queries: np.ndarray  # (H, G, T, D) before RoPE
     noise: np.ndarray  # (H, T)
+    codec: str = ""
     rows: list[list[Row]] = field(default_factory=lambda: [[] for _ in range(HEADS)])
     seen: int = 0
     margin: float = np.inf  # by which the closest choice was made
 
     def key(self, h: int, row: Row) -> np.ndarray:
-        return turn(self.keys[h, row.token], row.position)
+        if not row.coded:
+            return turn(self.keys[h, row.token], row.position)
+        kept = decoded(self.codec, "k", self.renumber)[h, row.token]
+        return turn(kept, row.position) if self.renumber else kept
+
+    def value(self, h: int, row: Row) -> np.ndarray:
+        return decoded(self.codec, "v", True)[h, row.token] if row.coded else self.values[h, row.token]
 
     def forward(self, count: int) -> np.ndarray:
         """Attention of the next tokens' queries, (H * G, count, Dv), then eviction."""
@@ -91,15 +104,17 @@ class Oracle:
             for s in range(count):
                 visible = before + new[: s + 1]
                 keys = np.stack([self.key(h, row) for row in visible])
-                values = np.stack([self.values[h, row.token] for row in visible])
+                values = np.stack([self.value(h, row) for row in visible])
                 for g in range(GROUPS):
                     query = turn(self.queries[h, g, self.seen + s], offset + s)
                     out[h, g, s] = softmax(keys @ query / np.sqrt(DIM)) @ values
             live = list(before)
             for row in new:
                 self.admit(h, live, row)
+            plan = parse_codec(self.codec) if self.codec else None
             for i, row in enumerate(live):
                 row.position = i if self.renumber else row.token
+                row.coded |= plan is not None and plan.sink <= i < len(live) - plan.recent
             self.rows[h] = live
         self.seen += count
         return out.reshape(HEADS * GROUPS, count, VALUES)
@@ -135,6 +150,15 @@ def layer() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
+@cache
+def decoded(spec: str, role: RoleName, before_rope: bool) -> np.ndarray:
+    """(H, T, D) rows as a codec, which takes no mean, gives each back when it codes that row alone; keys before RoPE or at its token."""
+    codec, rows = getattr(parse_codec(spec), role), layer()["kv".index(role)]
+    rows = mx.array(rows) if before_rope else rotated(rows, 0)[0]
+    alone = [codec.decode(codec.encode(rows[:, t : t + 1]), (HEADS, 1, rows.shape[2]), mx.float32) for t in range(rows.shape[1])]
+    return np.array(mx.concatenate(alone, axis=1), np.float64)
+
+
 def rotated(x: np.ndarray, offset: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     """(..., S, D) rotated from `offset` on by mlx's own RoPE, as a model does it."""
     rows = mx.array(x).reshape(1, -1, *x.shape[-2:])
@@ -151,7 +175,7 @@ def run(subject: Any, chunks: Sequence[int], dtype: mx.Dtype = mx.float32, start
         q = rotated(queries[:, :, span], subject.offset, dtype)
         k = rotated(keys[:, span], subject.offset, dtype)
         fetched = subject.update_and_fetch(k, mx.array(values[None, :, span]).astype(dtype))
-        outputs.append(mx.fast.scaled_dot_product_attention(q, *fetched, scale=DIM**-0.5, mask=mask)[0])
+        outputs.append(scaled_dot_product_attention(q, *fetched, cache=subject, scale=DIM**-0.5, mask=mask)[0])
         mx.eval(outputs[-1], subject.state)
         at += count
     return outputs
@@ -171,7 +195,7 @@ def test_attention_is_over_exactly_the_rows_kept(policy: str, renumber: bool) ->
         kept = [[row.token for row in rows] for rows in oracle.rows]
         assert subject.size() == len(kept[0]) <= BUDGET
         assert subject.offset == (subject.size() if renumber else at + count)
-        values = np.array(subject.rows["values"])
+        values = np.array(subject.store.arrays["values"])
         for h in range(HEADS):  # values tell the tokens apart, in each policy
             np.testing.assert_array_equal(values[h], layer()[1][h, kept[h]])
         if isinstance(subject, H2OCache):
@@ -181,6 +205,45 @@ def test_attention_is_over_exactly_the_rows_kept(policy: str, renumber: bool) ->
         differ |= kept[0] != kept[1]
     assert differ and oracle.margin > 1e-5  # heads keep different rows, and float32 decides as float64
     assert all(row.token < SINK for rows in oracle.rows for row in rows[:SINK])
+
+
+@pytest.mark.parametrize("codec", ["raw", "rvq-4:nocenter,sink=2,recent=5", "k=rabitq-4:nocenter,v=affine-4,sink=0,recent=0"])
+@pytest.mark.parametrize("renumber", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_attention_is_over_exactly_the_codes_kept(policy: str, renumber: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with rows as they are; a row that leaves takes its codes along."""
+    monkeypatch.setattr(evicting_rows, "tile_tokens", lambda heads, dim: 7)
+    oracle = Oracle(policy, renumber, *layer(), np.array(gumbel(3, HEADS, 0, sum(CHUNKS))), codec)
+    subject, plan = make(policy, renumber=renumber, codec=codec), parse_codec(codec)
+    for at, count in zip(np.cumsum((0, *CHUNKS)), CHUNKS, strict=False):
+        (out,) = run(subject, [count], start=int(at))
+        np.testing.assert_allclose(np.array(out), oracle.forward(count), rtol=0, atol=3e-6)
+        if isinstance(subject, H2OCache):
+            np.testing.assert_array_equal(np.array(subject.positions), [[row.token for row in rows] for rows in oracle.rows])
+        assert subject.size() == len(oracle.rows[0]) and subject.offset == (subject.size() if renumber else at + count)
+    assert oracle.margin > 1e-5
+    exact, known = plan.sink + plan.recent, sum(array.nbytes for array in subject.rows.values())
+    coded = sum(c.nbytes((HEADS, BUDGET - exact, d), mx.float32) for c, d in ((plan.k, DIM), (plan.v, VALUES)))
+    assert subject.nbytes == coded + exact * HEADS * (DIM + VALUES) * 4 + known
+
+
+@pytest.mark.parametrize(("codec", "error"), [("rvq-4", 0.012), ("rvq-4:nocenter", 1.2), ("rabitq-4", 0.012), ("qjl-4", 0.06)])
+def test_a_mean_is_that_of_the_rows_at_hand_when_the_first_is_coded(codec: str, error: float) -> None:
+    """Rows far from 0 and near each other: with the mean, codes are as good after a hundred steps as in the first chunk."""
+    rng = np.random.default_rng(4)
+    rows = (10 * rng.standard_normal((HEADS, 1, DIM)) + 0.1 * rng.standard_normal((HEADS, 140, DIM))).astype(np.float32)
+    subject, at = make("h2o", renumber=True, codec=f"{codec},sink=0,recent=4"), 0
+    for count in (40, *[1] * 100):
+        new = rows[:, at : at + count]
+        subject.update_and_fetch(rotated(new, subject.offset), mx.array(new[None]))
+        at += count
+    codes, _ = subject.store.blocks()
+    assert codes.count == BUDGET - 4
+    for h, tokens in enumerate(np.array(subject.positions)[:, :-4]):
+        assert tokens.max() > 100
+        keys = np.stack([turn(rows[h, token], i) for i, token in enumerate(tokens)])
+        for got, wanted in zip(codes.rows(), (keys, rows[h, tokens]), strict=True):
+            assert error / 8 < np.sqrt(np.square(np.array(got)[h] - wanted).mean()) < error
 
 
 def test_one_at_a_time_is_h2o_update() -> None:
@@ -193,7 +256,7 @@ def test_one_at_a_time_is_h2o_update() -> None:
         state = h2o_update(state, key[0], value[0], budget=BUDGET, n_sink=SINK, grace=RECENT, renumber=False)
         single.update_and_fetch(key, value)
     for name in ("keys", "values", "scores", "positions"):
-        assert mx.array_equal(getattr(state, name), single.rows[name]), name
+        assert mx.array_equal(getattr(state, name), (single.store.arrays | single.rows)[name]), name
     run(together, [60, 40])
     assert mx.array_equal(together.positions, state.positions)
     assert mx.allclose(together.rows["scores"], state.scores, rtol=1e-5)
@@ -205,7 +268,7 @@ def test_chunks_do_not_change_the_choice(policy: str) -> None:
     for chunks in ([100], [1] * 100, [3, 50, 1, 46]):
         subject = make(policy)
         run(subject, chunks)
-        kept.append(np.array(subject.rows["values"]))
+        kept.append(np.array(subject.store.arrays["values"]))
     np.testing.assert_array_equal(kept[0], kept[1])
     np.testing.assert_array_equal(kept[0], kept[2])
 
@@ -279,6 +342,27 @@ def test_arguments_out_of_range(cls: type[EvictingCache], arguments: dict[str, A
         cls(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ("affine-4", r"\[H2OCache\] codec must be a codec that codes each row by itself .*, but got affine-4 for keys"),
+        ("k=rvq-4,v=affine-4:channel", r"but got affine-4:channel for values"),
+        ("vecinfer-2", r"vecinfer-2 for keys, which learns smooth, words from the rows"),
+        ("commvq-2", r"commvq-2 for keys, which learns exact, gain, table, widths from the rows"),
+        ("commvq-2:additive", r"\[additive\] commvq-2:additive needs a calibration"),
+        ("tc-2", r"but got tc-2 for keys"),
+        ("tcz-1.1", r"but got tcz-1.1 for keys"),
+        ("rvq-9", r"rvq-9"),
+        ("rvq-4,sink=5,recent=0", r"sink of codec 'rvq-4,sink=5,recent=0' must be at most 4, the cache's n_sink, .* but got 5"),
+        ("rvq-4,recent=9", r"recent of codec 'rvq-4,recent=9' must be at most 8, the cache's recent, .* but got 9"),
+        ("raw,frame=pre", r"frame of codec 'raw,frame=pre' must be post, as keys are held with renumber=False, but got pre"),
+    ],
+)
+def test_codecs_that_cannot_follow(codec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        H2OCache(16, codec=codec)
+
+
 @pytest.mark.parametrize("arguments", [{"budget": 1.5}, {"budget": 16, "renumber": 1}, {"budget": 16, "renumber": True, "rope": "half"}])
 def test_arguments_of_another_type(arguments: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"\[H2OCache\]"):
@@ -295,15 +379,20 @@ def test_rows_that_do_not_fit() -> None:
         make("h2o").update_and_fetch(rows[..., :15], rows)
     with pytest.raises(ValueError, match=r"D at least 16, the entries up to which rope rotates"):
         make("h2o", renumber=True).update_and_fetch(rows[..., :8], rows)
-    with pytest.raises(ValueError, match=r"keys must be .* as the filters', \(2, 16\), but got \(1, 3, 2, 16\)"):
+    with pytest.raises(ValueError, match=r"keys must be .* \(H, D\) = \(2, 16\), as the filters, but got \(1, 3, 2, 16\)"):
         make("qfilters").update_and_fetch(mx.zeros((1, 3, 2, DIM)), mx.zeros((1, 3, 2, DIM)))
-    subject = make("h2o")
-    subject.update_and_fetch(rows, rows)
-    with pytest.raises(ValueError, match=r"keys must be \(1, 2, 2, 16\)"):
-        subject.update_and_fetch(mx.zeros((1, 3, 2, DIM)), mx.zeros((1, 3, 2, DIM)))
-    with pytest.raises(TypeError, match="float32"):
-        subject.update_and_fetch(rows.astype(mx.float16), rows.astype(mx.float16))
-    assert subject.size() == 2
+    for codec in (None, "rvq-4,sink=0,recent=0"):
+        subject = make("h2o", codec=codec)
+        subject.update_and_fetch(rows, rows)
+        with pytest.raises(ValueError, match=r"keys must be \(1, 2, 2, 16\)"):
+            subject.update_and_fetch(mx.zeros((1, 3, 2, DIM)), mx.zeros((1, 3, 2, DIM)))
+        with pytest.raises(TypeError, match="float32"):
+            subject.update_and_fetch(rows.astype(mx.float16), rows.astype(mx.float16))
+        assert subject.size() == subject.offset == 2
+    nan = mx.full((1, HEADS, 2, DIM), float("nan"))
+    with pytest.raises(ValueError, match=r"\[rvq\] 64 of 64 values are NaN"):
+        subject.update_and_fetch(rows, nan)
+    assert subject.size() == subject.offset == subject.positions.shape[1] == 2
 
 
 # --- filters ---------------------------------------------------------------------------------------------------------------------
@@ -340,12 +429,13 @@ def test_filters_of_what_is_no_query(queries: np.ndarray, heads: int, message: s
 # --- mlx-lm's protocol -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("codec", [None, "rvq-4,sink=1,recent=5"])
 @pytest.mark.parametrize("renumber", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_state_round_trips(policy: str, renumber: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_round_trips(policy: str, renumber: bool, codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty, below the budget and above it: copies and files go on bit for bit as the original."""
-    for chunks in ([], [10], [60, 1]):
-        subject = make(policy, renumber=renumber)
+    for chunks in ([], [4], [10], [60, 1]):
+        subject = make(policy, renumber=renumber, codec=codec)
         run(subject, chunks)
         mx.eval(subject.state)
         monkeypatch.setattr(mlx_cache, type(subject).__name__, type(subject), raising=False)
@@ -361,7 +451,8 @@ def test_state_round_trips(policy: str, renumber: bool, tmp_path: Path, monkeypa
         for other in copies:
             assert (other.nbytes, other.offset, other.size(), other.empty()) == before
             assert all(mx.array_equal(a, b) for a, b in zip(run(other, more, start=sum(chunks)), wanted, strict=True))
-            assert {n: r.dtype for n, r in other.rows.items()} == {n: r.dtype for n, r in subject.rows.items()}
+            theirs, ours = ({n: (a.dtype, a.shape) for n, a in c.state[3].items()} for c in (other, subject))
+            assert theirs == ours
 
 
 def test_what_it_cannot_do_is_said() -> None:
@@ -403,11 +494,11 @@ def filters() -> list[np.ndarray]:
     return [query_filters(rows.queries[0], rows.keys.shape[0]) for _, rows in sorted(passed.layers.items(), key=lambda item: int(item[0]))]
 
 
-def caches(policy: str, budget: int, renumber: bool) -> list[EvictingCache]:
+def caches(policy: str, budget: int, renumber: bool, codec: str | None = None) -> list[EvictingCache]:
     made: list[EvictingCache] = []
     for i, probe in enumerate(probe_model(model().model)):
         assert probe.k is not None
-        shared: dict[str, Any] = {"renumber": renumber, "rope": probe.k.rope if renumber else None}
+        shared: dict[str, Any] = {"renumber": renumber, "rope": probe.k.rope if renumber else None, "codec": codec}
         if policy == "h2o":
             made.append(H2OCache(budget, **shared))
         elif policy == "keyformer":
@@ -444,6 +535,26 @@ def test_a_smaller_budget_generates(policy: str, renumber: bool) -> None:
     assert len(ids) == 12 and np.isfinite(logprobs).all()
     assert {(c.size(), c.offset) for c in own} == {(48, 48 if renumber else 312)}
     assert max(c.nbytes for c in own) < 48 * 2 * (64 * 2 + 3) * 4 + 1
+
+
+@pytest.mark.parametrize("renumber", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_codes_generate(policy: str, renumber: bool) -> None:
+    """With a budget that holds all, near the model's own logits; with a smaller one, in a fraction of the bytes; the hook goes too."""
+    ids, logprobs = generated(mlx_cache.make_prompt_cache(model().model), 160, prefill_step_size=100)
+    own = caches(policy, 172, renumber, "rvq-6,sink=4,recent=16")
+    _, their = generated(own, 160, prefill_step_size=100, kv_bits=4, quantized_kv_start=0)
+    assert np.sum(np.exp(logprobs[0]) * (logprobs[0] - their[0])) < 0.02
+    own = caches(policy, 80, renumber, "rvq-4,sink=4,recent=16")
+    ids, logprobs = generated(own, 300, prefill_step_size=128)
+    assert len(ids) == 12 and np.isfinite(logprobs).all() and {c.size() for c in own} == {80}
+    plain = caches(policy, 80, renumber)
+    generated(plain, 300, prefill_step_size=128)
+    assert all(a.nbytes < 0.45 * b.nbytes for a, b in zip(own, plain, strict=True))
+    assert hook.is_installed()
+    del own
+    gc.collect()
+    assert not hook.is_installed()
 
 
 def test_batches_are_refused_by_name() -> None:

@@ -17,6 +17,10 @@ Positions. mlx-lm rotates queries and new keys by `offset`, hence it decides whi
     renumber=False   offset counts all tokens; survivors keep their keys and distances, gaps stay.
     renumber=True    offset is the number of rows; survivors stand at 0, 1, 2 ..., the next token right behind them. Keys are held before
                      RoPE from the first eviction on and rotated when read: turned in place, a 16-bit key would be rounded once an eviction.
+
+Codes. With `codec`, rows older than the codec's exact ones are held as codes (before RoPE where survivors move, else as cached), and one
+that is evicted leaves them. Attention and scores read them a tile at a time (`caches.blocks`). Rows come one by one, so the codec must
+code each by itself; a codec that centres rows takes the mean of the rows that were exact when the first left, for good.
 """
 
 import json
@@ -27,21 +31,25 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
+from veloxquant_mlx.caches.evicting_rows import HeldCodes, HeldRows, Tiles, taken
+from veloxquant_mlx.caches.hook import hold
+from veloxquant_mlx.codecs import CodecPlan, parse_codec
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_choice, check_int, message, require
 from veloxquant_mlx.metal._evict import check_flag, check_number
 from veloxquant_mlx.metal._h2o_evict import h2o_fused_evict
 from veloxquant_mlx.metal._keyformer_evict import keyformer_fused_evict
 from veloxquant_mlx.metal._qfilters_evict import QFILTERS_MAX_BUDGET, qfilters_fused_evict, qfilters_score
-from veloxquant_mlx.transfer.rope import RopeSpec, mlx_rope
+from veloxquant_mlx.transfer.rope import RopeSpec
 
 BLOCK = 256  # tokens whose proxy queries are multiplied with the keys at once
 NOISE_ROWS = 256  # positions whose noise comes from one random key
 SINK = 4
 _UNUSED_BASE = 10000.0  # the kernels turn no key here
+_OF_POLICY = ("scores", "gumbel", "positions")  # what a policy knows of a row
 
 
 class EvictingCache(_BaseCache):
-    """What the three policies share: the rows, the positions and mlx-lm's protocol. Batch 1.
+    """What the three policies share: the rows, the positions and mlx-lm's protocol. One sequence.
 
     A cache of this kind cannot be trimmed (rows that trimming would have to bring back are gone), merged into a batch, re-quantised by
     `--kv-bits`, or used in a layer with a sliding window.
@@ -57,11 +65,12 @@ class EvictingCache(_BaseCache):
         recent: int | None = None,
         renumber: bool = False,
         rope: RopeSpec | None = None,
+        codec: str | None = None,
     ) -> None:
         name = type(self).__name__
         self.budget = check_int(name, "budget", budget, 1)
         self.n_sink = check_int(name, "n_sink", n_sink, 0)
-        self.recent = check_int(name, "recent", budget // 2 if recent is None else recent, self.least_recent)
+        self.recent = check_int(name, "recent", self.budget // 2 if recent is None else recent, self.least_recent)
         fits = f"less than budget = {budget}, so that a row can leave"
         require(self.n_sink + self.recent < self.budget, name, "n_sink + recent", fits, f"{self.n_sink} + {self.recent}")
         check_flag(name, "renumber", renumber)
@@ -70,14 +79,38 @@ class EvictingCache(_BaseCache):
         both = "given with renumber=True, which moves keys, and only then"
         require(renumber == (rope is not None), name, "rope", both, f"{rope} with renumber={renumber}")
         self.renumber, self.rope = renumber, rope
+        self.plan = None if codec is None else self._checked_plan(codec)
+        self.store: HeldRows | HeldCodes = HeldRows(rope) if self.plan is None else HeldCodes(self.plan, rope)
         self.seen = 0
-        self.stripped = False  # whether keys are held before RoPE
-        self.rows: dict[str, mx.array] = {}
+        self.rows: dict[str, mx.array] = {}  # (H, N) each: what a policy knows of a row
+        if self.plan is not None:
+            # mlx-lm passes a cache that has `bits` on to the one function that the hook replaces, and never asks what they are.
+            self.bits = self.group_size = 0
+            hold(self)
+
+    def _checked_plan(self, spec: str) -> CodecPlan:
+        name, plan = type(self).__name__, parse_codec(spec)
+        for role, codec in (("k", plan.k), ("v", plan.v)):
+            shown = f"{codec.spec(role)} for {'keys' if role == 'k' else 'values'}"
+            alone = "a codec that codes each row by itself (rvq-4, rabitq-4, affine-4:token)"
+            require(codec.tokens_together == 1 and not codec.eager and not codec.needs, name, "codec", alone, shown)
+            layouts = [codec.layout((1, rows, 64), mx.float32) for rows in (2, 3)]
+            tables = sorted(part for part in layouts[0] if layouts[0][part] == layouts[1][part] and part != "mean")
+            require(not tables, name, "codec", alone, f"{shown}, which learns {', '.join(tables)} from the rows that it is given at once")
+        for field, exact, rows in (("sink", plan.sink, self.n_sink), ("recent", plan.recent, self.recent)):
+            kept = f"at most {rows}, the cache's {'n_sink' if field == 'sink' else 'recent'}, as exact rows do not leave"
+            require(exact <= rows, name, f"{field} of codec {spec!r}", kept, exact)
+        frame = "pre" if self.renumber else "post"
+        held = f"{frame}, as keys are held with renumber={self.renumber}"
+        require(plan.frame in (None, frame), name, f"frame of codec {spec!r}", held, plan.frame)
+        return plan
 
     def _settings(self) -> dict[str, Any]:
         """Arguments that make this cache anew, as JSON values."""
         rope = None if self.rope is None else self.rope.to_json()
-        return {"budget": self.budget, "n_sink": self.n_sink, "recent": self.recent, "renumber": self.renumber, "rope": rope}
+        codec = None if self.plan is None else self.plan.full_spec()
+        shared = {"budget": self.budget, "n_sink": self.n_sink, "recent": self.recent, "renumber": self.renumber}
+        return {**shared, "rope": rope, "codec": codec}
 
     # --- mlx-lm's protocol
 
@@ -88,14 +121,15 @@ class EvictingCache(_BaseCache):
 
     def size(self) -> int:
         """Rows held, of each head."""
-        return self.rows["keys"].shape[1] if self.rows else 0
+        return self.store.size()
 
     def empty(self) -> bool:
-        return not self.rows
+        return not self.store.arrays
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.rows.values())
+        """Bytes of all arrays held: rows or codes with side information, scores, noise and positions."""
+        return sum(array.nbytes for array in (self.store.arrays | self.rows).values())
 
     def make_mask(self, N: int, *, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask of a forward of N tokens: its queries see all rows held, and their own causally."""
@@ -105,55 +139,53 @@ class EvictingCache(_BaseCache):
 
     @property
     def state(self) -> tuple[str, int, bool, dict[str, mx.array]]:
-        return json.dumps(self._settings()), self.seen, self.stripped, self.rows
+        return json.dumps(self._settings()), self.seen, self.store.stripped, self.store.arrays | self.rows
 
     @state.setter
     def state(self, state: Any) -> None:
         # A file of mlx-lm has no place for an empty dict: that of a cache before its first update is not there.
-        settings, seen, stripped, *rows = state
+        settings, seen, stripped, *arrays = state
         arguments = json.loads(settings)
         rope = arguments.pop("rope")
         self.__init__(**arguments, rope=None if rope is None else RopeSpec.from_json(rope))  # type: ignore[misc]
-        self.seen, self.stripped, self.rows = int(seen), bool(stripped), dict(*rows)
+        self.seen, self.store.stripped = int(seen), bool(stripped)
+        for name, array in dict(*arrays).items():
+            (self.rows if name in _OF_POLICY else self.store.arrays)[name] = array
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "EvictingCache":
+        # No array is ever written to, so that copies share them.
+        return type(self).from_state(self.state)
 
     def trim(self, n: int) -> int:
         """ValueError: what trimming would have to bring back has left."""
         raise ValueError(f"[{type(self).__name__}] cannot be trimmed by {n} tokens: rows that left for them are gone; prefill again.")
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Take new rows and evict.
 
         Args:
             keys: (1, H, S, D), rotated for positions `offset` and after; float16, bfloat16 or float32.
-            values: (1, H, S, Dv).
+            values: (1, H, S, Dv), in a dtype of these.
 
         Returns:
-            What the queries of this forward see: the rows held before and the new ones, (1, H, N + S, D) and (1, H, N + S, Dv).
+            What the queries of this forward see, the rows held before and the new ones: (1, H, N + S, D) and (1, H, N + S, Dv), or
+            with a codec what the hook of mlx-lm's attention takes for them.
 
         Raises:
-            ValueError: a batch, or a shape that does not fit the rows held.
+            ValueError: a batch, a shape that does not fit the rows held, or values that the codec cannot hold.
             TypeError: another dtype than theirs.
         """
         self._check_rows(keys, values)
-        new_keys, new_values = keys[0], values[0]
-        held = self.size()
-        if not self.rows:
-            seen_keys, seen_values = new_keys, new_values
-        else:
-            stored = self._turned(self.rows["keys"]) if self.stripped else self.rows["keys"]
-            seen_keys = mx.concatenate([stored, new_keys], axis=1)
-            seen_values = mx.concatenate([self.rows["values"], new_values], axis=1)
-        if self.stripped:
-            self.rows["keys"] = mx.concatenate([self.rows["keys"], self._turned(new_keys, held, inverse=True)], axis=1)
-        else:
-            self.rows["keys"] = seen_keys
-        self.rows["values"] = seen_values
-        self._admit(seen_keys, new_keys.shape[1])
+        held, new_keys = self.size(), keys[0]
+        all_keys, all_values, tiles = self.store.add(new_keys, values[0])
+        self._admit(tiles, new_keys, held)
         self.seen += new_keys.shape[1]
-        # Nothing else may ever read scores and positions: without this, their graph would hold the keys of every step.
-        others = [array for name, array in self.rows.items() if name not in ("keys", "values")]
-        fetched = mx.depends([seen_keys, seen_values], others) if others else [seen_keys, seen_values]
-        return fetched[0][None], fetched[1][None]
+        if self.plan is not None:
+            mx.eval(self.store.arrays, self.rows)
+        elif self.rows:
+            # Nothing else may ever read scores and positions: without this, their graph would hold the keys of every step.
+            all_keys, all_values = mx.depends([all_keys, all_values], list(self.rows.values()))
+        return all_keys, all_values
 
     def _check_rows(self, keys: mx.array, values: mx.array) -> None:
         name = type(self).__name__
@@ -164,33 +196,22 @@ class EvictingCache(_BaseCache):
         if self.rope is not None:
             fits = f"(1, H, S, D) with D at least {self.rope.first + self.rope.dims}, the entries up to which rope rotates"
             require(self.rope.first + self.rope.dims <= dim, name, "keys", fits, keys)
-        for label, array in (("keys", keys), ("values", values)):
-            if self.rows:
-                held = self.rows[label]
+        for role, label, array in (("k", "keys", keys), ("v", "values", values)):
+            if self.plan is not None:
+                codec = self.plan.k if role == "k" else self.plan.v
+                require(codec.takes(array.shape[3]), name, label, f"of a D that {codec.spec(role)} takes", array)
+            if self.store.arrays:
+                held = self.store.arrays[label if self.plan is None else f"{role}_tail"]
                 check_array(name, label, array, (1, held.shape[0], tokens, held.shape[2]), (held.dtype,))
 
-    def _admit(self, seen_keys: mx.array, new: int) -> None:
-        """Score rows and evict down to the budget; `seen_keys` (H, N, D) are all rows' keys as rotated, the last `new` of them new."""
+    def _admit(self, tiles: Tiles, new_keys: mx.array, held: int) -> None:
+        """Score rows and evict down to the budget: keys of the `held` rows in tiles, and new ones (H, S, D), all as rotated."""
         raise NotImplementedError
 
-    def _turned(self, keys: mx.array, first: int = 0, *, inverse: bool = False) -> mx.array:
-        """Keys (H, n, D) rotated for positions from `first` on, or back. The magnitude of a rope stays in the keys all the time."""
-        assert self.rope is not None
-        at = np.arange(first, first + keys.shape[1])
-        return mlx_rope(keys.astype(mx.float32), at, self.rope, inverse=inverse).astype(keys.dtype)
-
-    def _strip(self) -> None:
-        """From the first eviction on, keys of a cache that renumbers are held before RoPE."""
-        if self.renumber and not self.stripped:
-            self.rows["keys"] = self._turned(self.rows["keys"], inverse=True)
-            self.stripped = True
-
     def _keep(self, kept: mx.array) -> None:
-        """Let all rows but `kept` (H, n) go, ascending indices."""
-        self._strip()
-        for name, array in self.rows.items():
-            index = kept if array.ndim == 2 else kept[..., None]
-            self.rows[name] = mx.take_along_axis(array, index, axis=1)
+        """Let all rows but `kept` (H, n) go, ascending numbers."""
+        self.store.keep(kept)
+        self.rows = {name: taken(array, kept) for name, array in self.rows.items()}
 
 
 class H2OCache(EvictingCache):
@@ -203,9 +224,11 @@ class H2OCache(EvictingCache):
         decay: factor on old scores per token, in (0, 1].
         renumber: whether survivors move up; see the module.
         rope: the layer's rotation; with `renumber` alone, which needs it.
+        codec: spec string (`veloxquant_mlx.codecs`) to hold rows by, its exact first and newest rows at most `n_sink` and `recent`; None
+            holds them as they are.
 
     Raises:
-        ValueError: a size is out of range, or n_sink + recent is not less than the budget.
+        ValueError: a size is out of range, n_sink + recent is not less than the budget, or the codec cannot code rows one by one.
         TypeError: an argument of another type.
     """
 
@@ -226,32 +249,40 @@ class H2OCache(EvictingCache):
         """(H, N) int32: which token of the text each row is, counted from 0, in both modes; None before the first update."""
         return self.rows.get("positions")
 
-    def _admit(self, seen_keys: mx.array, new: int) -> None:
-        heads, total, dim = seen_keys.shape
-        require(dim % 2 == 0, type(self).__name__, "keys", "(1, H, S, D) with D even", seen_keys[None])
+    def _admit(self, tiles: Tiles, new_keys: mx.array, held: int) -> None:
+        heads, new, _ = new_keys.shape
         at = mx.broadcast_to(mx.arange(self.seen, self.seen + new, dtype=mx.int32), (heads, new))
         self._append("positions", at)
         self._add_noise(heads, new)
         if new == 1:
-            self._append("scores", mx.full((heads, 1), float(total == 1)))
-            if total > 1:
-                keys, query = seen_keys[:, :-1].astype(mx.float32), seen_keys[:, -1:].astype(mx.float32)
-                received = mx.softmax((keys * query).sum(axis=-1) / math.sqrt(dim), axis=-1, precise=True)
-                old = self.rows["scores"][:, :-1] * self.decay + received
-                self.rows["scores"] = mx.concatenate([old, self.rows["scores"][:, -1:]], axis=1)
-            if total > self.budget:
-                self._strip()
+            self._receive(tiles, new_keys, held)
+            if held + 1 > self.budget:
                 self._evict_one()
             return
-        scores = np.zeros((heads, total), np.float32)
-        if total > new:
-            scores[:, :-new] = np.array(self.rows["scores"])
+        scores = np.zeros((heads, held + new), np.float32)
+        if held:
+            scores[:, :held] = np.array(self.rows["scores"])
         else:
             scores[:, 0] = 1
-        kept = self._replay(seen_keys.astype(mx.float32), scores, total - new)
+        kept = self._replay(tiles, new_keys.astype(mx.float32), scores)
         self.rows["scores"] = mx.array(scores)
-        if total > self.budget:
+        if held + new > self.budget:
             self._keep(mx.array(kept))
+
+    def _receive(self, tiles: Tiles, key: mx.array, held: int) -> None:
+        """What one new key gives the rows before it."""
+        if not held:
+            self.rows["scores"] = mx.ones((key.shape[0], 1))
+            return
+        query = key.astype(mx.float32)
+        dots = mx.concatenate([(tile.astype(mx.float32) * query).sum(axis=-1) for tile in tiles()], axis=1)
+        received = mx.softmax(dots / math.sqrt(key.shape[2]), axis=-1, precise=True)
+        scores = self.rows["scores"] * self.decay + received
+        self.rows["scores"] = mx.concatenate([scores, mx.zeros((key.shape[0], 1))], axis=1)
+
+    def _check_rows(self, keys: mx.array, values: mx.array) -> None:
+        super()._check_rows(keys, values)
+        require(keys.shape[3] % 2 == 0, type(self).__name__, "keys", "(1, H, S, D) with D even", keys)
 
     def _append(self, name: str, new: mx.array) -> None:
         self.rows[name] = mx.concatenate([self.rows[name], new], axis=1) if name in self.rows else new
@@ -260,20 +291,24 @@ class H2OCache(EvictingCache):
         """H2O has none."""
 
     def _evict_one(self) -> None:
-        names = ("keys", "values", "scores", "positions")
-        rows = h2o_fused_evict(*(self.rows[name] for name in names), self.n_sink, _UNUSED_BASE, self.recent, renumber=False)
-        self.rows.update(zip(names, rows, strict=True))
+        rows = (*self.store.movable(), self.rows["scores"], self.rows["positions"])
+        keys, values, scores, positions = h2o_fused_evict(*rows, self.n_sink, _UNUSED_BASE, self.recent, renumber=False)
+        self.store.moved(keys, values)
+        self.rows = {"scores": scores, "positions": positions}
 
-    def _replay(self, keys: mx.array, scores: np.ndarray, held: int) -> np.ndarray:
-        """What the tokens after the first `held` rows do one after another: (H, n) rows that stay, ascending; `scores` (H, N) in place."""
-        heads, total, dim = keys.shape
+    def _replay(self, tiles: Tiles, new_keys: mx.array, scores: np.ndarray) -> np.ndarray:
+        """What new tokens do one after another: (H, n) numbers of the rows that stay, ascending; `scores` (H, N) are changed in place."""
+        (heads, total), (_, new, dim) = scores.shape, new_keys.shape
+        held = total - new
         noise = np.array(self.tau * self.rows["gumbel"]) if self.tau else np.zeros((), np.float32)
         kept = np.broadcast_to(np.arange(held, dtype=np.int32), (heads, held))
         for start in range(held, total, BLOCK):
             stop = min(start + BLOCK, total)
-            logits = np.array(mx.matmul(keys[:, start:stop], keys[:, :stop].swapaxes(1, 2)) / math.sqrt(dim))
-            new = np.broadcast_to(np.arange(start, stop, dtype=np.int32), (heads, stop - start))
-            columns = np.concatenate([kept, new], axis=1)
+            queries = new_keys[:, start - held : stop - held] / math.sqrt(dim)
+            keys = (*tiles(), new_keys[:, : stop - held])
+            logits = np.concatenate([np.array(mx.matmul(queries, tile.astype(mx.float32).swapaxes(1, 2))) for tile in keys], axis=2)
+            added = np.broadcast_to(np.arange(start, stop, dtype=np.int32), (heads, stop - start))
+            columns = np.concatenate([kept, added], axis=1)
             block = np.take_along_axis(scores, columns, axis=1)
             logits = np.ascontiguousarray(np.take_along_axis(logits, columns[:, None], axis=2).swapaxes(0, 1))
             bias = np.take_along_axis(noise, columns, axis=1) if self.tau else noise
@@ -313,7 +348,7 @@ class KeyformerCache(H2OCache):
     Args:
         tau: weight of the noise, at least 0; 0 chooses as H2O does.
         seed: of the noise, which a row keeps for as long as it is held; give each layer another.
-        budget, n_sink, recent, decay, renumber, rope: as in `H2OCache`.
+        budget, n_sink, recent, decay, renumber, rope, codec: as in `H2OCache`.
 
     Raises:
         ValueError, TypeError: as `H2OCache`.
@@ -331,9 +366,10 @@ class KeyformerCache(H2OCache):
         self._append("gumbel", gumbel(self.seed, heads, self.seen, self.seen + new))
 
     def _evict_one(self) -> None:
-        names = ("keys", "values", "scores", "gumbel", "positions")
-        rows = keyformer_fused_evict(*(self.rows[n] for n in names), self.n_sink, _UNUSED_BASE, self.tau, self.recent, renumber=False)
-        self.rows.update(zip(names, rows, strict=True))
+        rows = (*self.store.movable(), self.rows["scores"], self.rows["gumbel"], self.rows["positions"])
+        keys, values, *known = keyformer_fused_evict(*rows, self.n_sink, _UNUSED_BASE, self.tau, self.recent, renumber=False)
+        self.store.moved(keys, values)
+        self.rows = dict(zip(("scores", "gumbel", "positions"), known, strict=True))
 
 
 def gumbel(seed: int, heads: int, start: int, stop: int) -> mx.array:
@@ -351,7 +387,7 @@ class QFiltersCache(EvictingCache):
         budget: rows kept of each KV head, at most QFILTERS_MAX_BUDGET.
         filters: (H, D) numbers, one direction a KV head; `query_filters` makes them.
         sign: 1 keeps the highest projections, -1 the lowest.
-        n_sink, recent, renumber, rope: as in `H2OCache`; `recent` may be 0.
+        n_sink, recent, renumber, rope, codec: as in `H2OCache`; `recent` may be 0.
 
     Raises:
         ValueError: a size is out of range, or a filter is zero or not finite.
@@ -373,16 +409,19 @@ class QFiltersCache(EvictingCache):
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "sign": self.sign, "filters": np.array(self.filters).tolist()}
 
-    def _admit(self, seen_keys: mx.array, new: int) -> None:
-        heads, total, dim = seen_keys.shape
-        expected = "(1, H, S, D) with (H, D) as the filters', " + str(tuple(self.filters.shape))
-        require((heads, dim) == tuple(self.filters.shape), type(self).__name__, "keys", expected, (1, heads, new, dim))
+    def _check_rows(self, keys: mx.array, values: mx.array) -> None:
+        super()._check_rows(keys, values)
+        expected = f"(1, H, S, D) with (H, D) = {tuple(self.filters.shape)}, as the filters"
+        require((keys.shape[1], keys.shape[3]) == tuple(self.filters.shape), type(self).__name__, "keys", expected, keys)
+
+    def _admit(self, tiles: Tiles, new_keys: mx.array, held: int) -> None:
+        heads, total = new_keys.shape[0], held + new_keys.shape[1]
         if total > self.budget:
             # The kernel chooses by projections that are already made, and moves row numbers: it returns none.
-            scores = qfilters_score(seen_keys, self.filters, sign=self.sign)
+            tiles_scores = [qfilters_score(tile, self.filters, sign=self.sign) for tile in (*tiles(), new_keys)]
+            scores = mx.concatenate(tiles_scores, axis=1)[..., None]
             numbers = mx.broadcast_to(mx.arange(total, dtype=mx.float32)[None, :, None], (heads, total, 1))
-            one = mx.ones((heads, 1), dtype=mx.float32)
-            _, kept, _ = qfilters_fused_evict(scores[..., None], numbers, one, self.budget, self.n_sink, self.recent)
+            _, kept, _ = qfilters_fused_evict(scores, numbers, mx.ones((heads, 1)), self.budget, self.n_sink, self.recent)
             self._keep(kept[..., 0].astype(mx.int32))
 
 
