@@ -31,6 +31,7 @@ _HOME = {
     "Archive": "kvtool.archive",
     "Restored": "kvtool.archive",
     "SaveReport": "kvtool.archive",
+    "make_cache": "kvtool.live",
     "recode": "kvtool.recoding",
     "evaluate": "kvtool.evaluation",
     "EvalReport": "kvtool.evaluation",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from kvtool.evaluation import evaluate as evaluate
     from kvtool.hostile_rows import RobustnessReport as RobustnessReport
     from kvtool.hostile_rows import robustness as robustness
+    from kvtool.live import make_cache as make_cache
     from kvtool.model import LoadedModel as LoadedModel
     from kvtool.model import load_model as load_model
     from kvtool.recoding import recode as recode

@@ -21,14 +21,14 @@ from kvtool.calibrations import Calibration, Shelf, is_calibrated, resolve, shel
 from kvtool.capturing import Snapshot, vocabulary
 from kvtool.compat import check_identity, check_layers, check_ropes, check_rows
 from kvtool.decoding import Decoder
-from kvtool.encoding import Encoder
+from kvtool.encoding import Encoder, codec_plan
 from kvtool.live import Placement, coded_cache, placement_notes, placements, shareable
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.snapshot import build_caches
 from kvtool.states import CacheState
 from kvtool.version import __version__
-from veloxquant_mlx.codecs import CodecPlan, parse_codec
+from veloxquant_mlx.codecs import CodecPlan
 from veloxquant_mlx.codecs.tc import CARRIED
 
 Progress = Callable[[int, int], None]
@@ -138,22 +138,6 @@ def _take_back(cache: Any) -> None:
     if isinstance(cache, ConcatenateKVCache):
         # Its trim moves the offset alone, and its next update would append after the row that was dropped.
         cache.state = tuple(x[..., : cache.offset, :] for x in cache.state)
-
-
-def codec_plan(codec: str | CodecPlan, sink: int | None = None, recent: int | None = None, frame: str | None = None) -> CodecPlan:
-    """The codec plan of a spec string, with exact rows and frame overridden where given.
-
-    Raises:
-        ValueError: unknown codec, negative counts, unknown frame.
-    """
-    plan = parse_codec(codec) if isinstance(codec, str) else codec
-    changes: dict[str, Any] = {k: v for k, v in (("sink", sink), ("recent", recent), ("frame", frame)) if v is not None}
-    for key in ("sink", "recent"):
-        if changes.get(key, 0) < 0:
-            raise ValueError(f"[save] {key} must be at least 0, but got {changes[key]}.")
-    if frame not in (None, "pre", "post"):
-        raise ValueError(f"[save] frame must be 'pre' or 'post', but got {frame!r}.")
-    return replace(plan, **changes)
 
 
 def save(

@@ -20,7 +20,7 @@ from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
 from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.rope_limits import beyond_limits
 from kvtool.states import CacheState, Quantized
-from veloxquant_mlx.codecs import Codec, CodecPlan, token_blocks
+from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec, token_blocks
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, Given
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
@@ -417,6 +417,22 @@ def unrotated(rope: RopeSpec | None) -> RopeSpec | None:
     With one order for all, the rows of an interleaved model and of its half-split twin are the same.
     """
     return None if rope is None else RopeSpec("none", rope.dims, base=1.0, scale=0.0, first=rope.first)
+
+
+def codec_plan(codec: str | CodecPlan, sink: int | None = None, recent: int | None = None, frame: str | None = None) -> CodecPlan:
+    """The codec plan of a spec string, with exact rows and frame overridden where given.
+
+    Raises:
+        ValueError: unknown codec, negative counts, unknown frame.
+    """
+    plan = parse_codec(codec) if isinstance(codec, str) else codec
+    changes: dict[str, Any] = {k: v for k, v in (("sink", sink), ("recent", recent), ("frame", frame)) if v is not None}
+    for key in ("sink", "recent"):
+        if changes.get(key, 0) < 0:
+            raise ValueError(f"[save] {key} must be at least 0, but got {changes[key]}.")
+    if frame not in (None, "pre", "post"):
+        raise ValueError(f"[save] frame must be 'pre' or 'post', but got {frame!r}.")
+    return replace(plan, **changes)
 
 
 def split_rows(

@@ -12,16 +12,18 @@ from math import prod
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from formats.manifest import CacheInfo, Role, Segment
+from kvtool.calibrations import is_calibrated
 from kvtool.decoding import Decoder
-from kvtool.encoding import MLX_AFFINE
-from kvtool.probe import CacheProbe
+from kvtool.encoding import MLX_AFFINE, codec_plan, takes_dim
+from kvtool.model import LoadedModel
+from kvtool.probe import CacheProbe, probe_model
 from veloxquant_mlx.caches import families
 from veloxquant_mlx.caches.blocks import Block, CodedRows
 from veloxquant_mlx.caches.coded import CodedKVCache, Growth
-from veloxquant_mlx.codecs import Codec, parse_codec
+from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec
 from veloxquant_mlx.codecs._base import RoleName
 from veloxquant_mlx.codecs.raw import Raw
 
@@ -84,6 +86,43 @@ def _placement(decoder: Decoder, info: CacheInfo, probe: CacheProbe, layer: fami
     growing = growth(decoder, info, probe)
     grows = None if growing is None else f"k={growing.k.spec('k')},v={growing.v.spec('v')}"
     return Placement(True, grows=grows)
+
+
+def make_cache(model: LoadedModel, codec: str | CodecPlan, *, sink: int | None = None, recent: int | None = None) -> list[Any]:
+    """An empty prompt cache whose rows become codes as they leave the newest ones; a layer that cannot be on codes gets mlx-lm's own cache.
+
+    Args:
+        model: whose cache it is.
+        codec: a spec such as "rvq-4", of codecs that need no calibration and learn no tables from the rows.
+        sink, recent: rows that stay exact, whatever the spec says.
+
+    Raises:
+        ValueError: a codec that cannot encode rows as they come, or one that no layer can use.
+    """
+    plan = codec_plan(codec, sink, recent)
+    if plan.lossless:
+        raise ValueError(f"[make_cache] codec must be one that compresses, but got {plan.spec()!r}.")
+    for one in (plan.k, plan.v):
+        if not one.grows or is_calibrated(one):
+            raise ValueError(f"[make_cache] {one.spec()} cannot encode rows as they come; rvq-N, rabitq-N, affine-N and qjl-N can.")
+    plain = make_prompt_cache(model.model)
+    layers = families.layers(model.model, plain)
+    caches = [_growing_cache(plan, *one) for one in zip(plain, probe_model(model.model), layers, strict=True)]
+    if not any(isinstance(cache, CodedKVCache) for cache in caches):
+        reasons = "; ".join(sorted({layer.reason for layer in layers} - {""})) or "its head_dim"
+        raise ValueError(f"[make_cache] no layer of {model.info.name} can attend to {plan.spec()}: {reasons}.")
+    return caches
+
+
+def _growing_cache(plan: CodecPlan, plain: Any, probe: CacheProbe, layer: families.Layer) -> Any:
+    k, v = probe.k, probe.v
+    if layer.attention != "codes" or k is None or v is None or v.rope is not None or k.rope_problem is not None:
+        return plain
+    if getattr(plain, "keep", 0) or not takes_dim(plan.k, k.dim) or not takes_dim(plan.v, v.dim):
+        return plain
+    rope = k.rope if (plan.frame or plan.k.default_frame("k")) == "pre" else None
+    window = plain.max_size if type(plain) is RotatingKVCache else 0
+    return CodedKVCache((), Growth(plan.k, plan.v, rope, plan.sink, plan.recent), window)
 
 
 def _lossy(decoder: Decoder, info: CacheInfo) -> bool:

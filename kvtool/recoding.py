@@ -15,13 +15,13 @@ import mlx.core as mx
 from formats.container import TensorPlan
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment
-from kvtool.archive import Archive, SaveReport, codec_plan, live_sizes, write_archive
+from kvtool.archive import Archive, SaveReport, live_sizes, write_archive
 from kvtool.archive import open as open_archive
 from kvtool.binding import Binding, LayerSource, bind, own_moments
 from kvtool.calibrations import KINDS, Calibration, is_calibrated, resolve
 from kvtool.compat import check_layers, short
 from kvtool.decoding import FLOATS, check_role, codec_of, part_dtypes, rope_of
-from kvtool.encoding import MLX_AFFINE, Encoder, Positions, RoleSource, SegmentWork
+from kvtool.encoding import MLX_AFFINE, Encoder, Positions, RoleSource, SegmentWork, codec_plan
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe, probe_model
 from kvtool.rope_limits import MAX_BASE

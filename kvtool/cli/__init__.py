@@ -28,6 +28,7 @@ COMMANDS = {
     "calibrations": "kvtool.cli.calibrations",
     "export": "kvtool.cli.export",
     "import": "kvtool.cli.import_",
+    "lm-server": "kvtool.cli.lm_server",
     "recode": "kvtool.cli.recode",
     "inspect": "kvtool.cli.inspect",
     "check": "kvtool.cli.check",

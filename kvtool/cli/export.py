@@ -112,8 +112,9 @@ def command(
     ids = None if tokens_file is None else read_tokens(tokens_file)
     text = read_text(prompt_file) if prompt_file is not None else prompt
 
-    from kvtool.archive import codec_plan, save
+    from kvtool.archive import save
     from kvtool.capturing import capture
+    from kvtool.encoding import codec_plan
     from kvtool.foreign import caches_from_prompt_cache
     from kvtool.model import load_model
     from veloxquant_mlx.codecs import CodecPlan

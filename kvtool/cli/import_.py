@@ -56,6 +56,7 @@ def _finite(value: float) -> float:
     metavar="mlx-lm OUT.safetensors",
     help="Write a file that mlx_lm.generate --prompt-cache-file takes.",
 )
+@click.option("--decode", is_flag=True, help="Expand the codes to mlx-lm's own caches; by default attention reads codes.")
 @click.option("--allow-mismatch", is_flag=True, help="Accept a file computed by other weights; shapes and RoPE must fit all the same.")
 @calibration_option
 @dtype_option
@@ -68,6 +69,7 @@ def command(
     max_tokens: int,
     temperature: float,
     target: tuple[str, str] | None,
+    decode: bool,
     allow_mismatch: bool,
     calibration: str | None,
     dtype: str,
@@ -126,12 +128,12 @@ def command(
             return
         start = time.perf_counter()
         with bar("loading", quiet=as_json) as progress:
-            restored = archive.load(model, allow_mismatch=allow_mismatch, progress=progress)
+            restored = archive.load(model, decode=decode, allow_mismatch=allow_mismatch, progress=progress)
         loaded = time.perf_counter() - start
         quality = list(archive.manifest.quality)
     for remark in (*map(quality_line, quality), *restored.notes):
         note(remark)
-    usable = restored.usable
+    usable, held = restored.usable, sum(c.nbytes for c in restored.cache)
     ids = [*(restored.tokens or ())[restored.usable :], *suffix] if suffix else restored.pending()
     pieces: list[str] = []
     last: Any = None
@@ -145,6 +147,7 @@ def command(
         "prompt_tokens": len(ids),
         "generated_tokens": 0 if last is None else last.generation_tokens,
         "load_seconds": round(loaded, 4),
+        "cache_bytes": held,
         "finish_reason": None if last is None else last.finish_reason,
         "quality": quality,
         "notes": list(restored.notes),
@@ -153,7 +156,8 @@ def command(
         emit(True, result, "")
     else:
         click.echo()
-        click.echo(f"{usable} tokens from {source} in {loaded:.2f} s, {result['generated_tokens']} generated", err=True)
+        memory = f"{held:,} bytes in memory"
+        click.echo(f"{usable} tokens from {source} in {loaded:.2f} s, {memory}, {result['generated_tokens']} generated", err=True)
 
 
 def _stream(model: "LoadedModel", cache: list[Any], ids: list[int], max_tokens: int, temperature: float) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 mlx-lm's `base.scaled_dot_product_attention` passes a cache that has `bits` on to `quantized_scaled_dot_product_attention`, looked up in
 that module at every call, so that one symbol reaches all model files, whenever they were imported. Learned sinks raise an error before that
-call, hence the files that have them (`SINKS`) get a function of their own in place of base's.
+call, hence the files that have them (`families.SINKS`) get a function of their own in place of base's.
 
 Beside `metal.fused_sdpa.patch_mlx_lm_for_fused_sdpa`: that patch decides first, for caches whose `config` asks for it, and leaves all
 others, these among them, to the original; either can be put in and taken out without the other.
@@ -18,8 +18,9 @@ from typing import Any
 
 from mlx_lm.models import base
 
+from veloxquant_mlx.caches.families import SINKS
+
 SYMBOL = "quantized_scaled_dot_product_attention"
-SINKS = ("gpt_oss", "mimo_v2_flash")
 _OURS = "_coded_attention"  # attribute of our functions: what they stand in for
 _lock = threading.RLock()
 _holders = 0
@@ -48,7 +49,7 @@ def _release() -> None:
 
 
 def _places() -> list[tuple[Any, str]]:
-    modules = [sys.modules.get(f"mlx_lm.models.{name}") for name in SINKS]
+    modules = [sys.modules.get(f"mlx_lm.models.{name}") for name in sorted(SINKS)]
     return [(base, SYMBOL), *((module, "scaled_dot_product_attention") for module in modules if module is not None)]
 
 

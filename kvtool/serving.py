@@ -1,0 +1,100 @@
+"""mlx-lm's own OpenAI-compatible server over coded caches: what files hold is there from the start, what it caches itself can be codes."""
+
+import copy
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mlx_lm import server
+from mlx_lm.utils import load_config
+
+from formats.errors import IncompatibleError
+from kvtool.archive import Restored
+from kvtool.live import make_cache
+from kvtool.model import LoadedModel
+from veloxquant_mlx.codecs import CodecPlan
+
+logger = logging.getLogger(__name__)
+
+
+def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str], *, codec: str | CodecPlan | None = None) -> None:
+    """Run `mlx_lm.server` until it is stopped.
+
+    Args:
+        model: the model to serve, the only one.
+        prompts: caches of this model, of which every request takes the longest that its prompt begins with; they are shared, never copied.
+        options: of mlx_lm.server, such as ["--port", "8081"]; --model and --kv-bits are not among them.
+        codec: how the caches of other prompts are kept in memory; None: as mlx-lm keeps them.
+
+    Raises:
+        IncompatibleError: a prompt without token ids, or a cache of the server's own that the codec cannot be used for.
+        ValueError: options that do not go with coded caches.
+    """
+    for refused in ("--model", "--kv-bits", "--adapter-path"):
+        if any(option == refused or option.startswith(f"{refused}=") for option in options):
+            raise ValueError(f"[serve] {refused} is not taken here.")
+    if any(restored.tokens is None for restored in prompts):
+        raise IncompatibleError("a file without token ids cannot be found by its prompt", hint="export it with --tokens")
+    if codec is not None:
+        empty = make_cache(model, codec)
+        model.model.make_cache = lambda: copy.deepcopy(empty)
+    name = str(model.folder)
+
+    class Cache(server.LRUPromptCache):
+        """The server's prompt cache, with what the files hold in it from the start."""
+
+        def __init__(self, size: int, *args: Any, **kwargs: Any) -> None:
+            super().__init__(size + len(prompts), *args, **kwargs)
+            for restored in prompts:
+                assert restored.tokens is not None
+                tokens = list(restored.tokens[: restored.usable])
+                self.insert_cache((name, None, None), tokens, restored.cache, cache_type="system")
+                logger.info("%d tokens are in the prompt cache", len(tokens))
+
+    def load(path: str | Path, *args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
+        if str(path) != name:
+            raise IncompatibleError(f"only {name} is served here", path=str(path), hint="leave model out of the request, or restart")
+        return model.model, model.tokenizer, load_config(model.folder)
+
+    running: list[Any] = []
+
+    class Generator(server.ResponseGenerator):
+        """The server's thread, known, so that it ends where the server cannot start."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            running.append(self)
+
+    replaced = {"LRUPromptCache": Cache, "ResponseGenerator": Generator, "load": load}
+    with _replaced(server, replaced), _arguments(["mlx_lm.server", "--model", name, *options]):
+        try:
+            server.main()
+        finally:
+            for generator in running:
+                generator.stop_and_join()
+
+
+@contextmanager
+def _replaced(module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in names}
+    for name, value in names.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+@contextmanager
+def _arguments(arguments: list[str]) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = arguments
+    try:
+        yield
+    finally:
+        sys.argv = before
