@@ -15,6 +15,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import veloxquant_mlx as veloxquant_mlx  # before MLX's first product, see there
 from kvtool.version import __version__
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
