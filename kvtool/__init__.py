@@ -28,7 +28,7 @@ _HOME = {
     "Snapshot": "kvtool.capturing",
     "save": "kvtool.archive",
     "open": "kvtool.archive",
-    "load": "kvtool.archive",
+    "load": "kvtool.loading",
     "Archive": "kvtool.archive",
     "Restored": "kvtool.archive",
     "SaveReport": "kvtool.archive",
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from kvtool.archive import Archive as Archive
     from kvtool.archive import Restored as Restored
     from kvtool.archive import SaveReport as SaveReport
-    from kvtool.archive import load as load
     from kvtool.archive import open as open
     from kvtool.archive import save as save
     from kvtool.blas import use_openblas as use_openblas
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from kvtool.hostile_rows import RobustnessReport as RobustnessReport
     from kvtool.hostile_rows import robustness as robustness
     from kvtool.live import make_cache as make_cache
+    from kvtool.loading import load as load
     from kvtool.model import LoadedModel as LoadedModel
     from kvtool.model import load_model as load_model
     from kvtool.recoding import recode as recode

@@ -433,17 +433,3 @@ def open(path: str | os.PathLike[str], *, calibration: str | os.PathLike[str] | 
         FormatError, IntegrityError: what is wrong with the file, by name.
     """
     return Archive(open_container(path), shelf_of(calibration))
-
-
-def load(
-    source: str | os.PathLike[str],
-    model: LoadedModel,
-    *,
-    decode: bool = False,
-    allow_mismatch: bool = False,
-    calibration: str | os.PathLike[str] | Calibration | None = None,
-    progress: Progress | None = None,
-) -> Restored:
-    """Open a file and bring its cache to life in `model`; see `open` and `Archive.load`."""
-    with open(source, calibration=calibration) as archive:
-        return archive.load(model, decode=decode, allow_mismatch=allow_mismatch, progress=progress)

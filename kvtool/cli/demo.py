@@ -74,9 +74,10 @@ def make_prompt(model: "LoadedModel", tokens: int, seed: int) -> Prompt:
 
 
 def _codecs(model: "LoadedModel", prompt: Prompt, folder: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
-    from kvtool.archive import load, save
+    from kvtool.archive import save
     from kvtool.capturing import capture, prefill
     from kvtool.evaluation import score_caches
+    from kvtool.loading import load
 
     steps = len(CODECS) + 3
     start = time.perf_counter()
@@ -117,7 +118,7 @@ def _codecs(model: "LoadedModel", prompt: Prompt, folder: Path, progress: Callab
 
 def _transfer(model: "LoadedModel", other: "LoadedModel", prompt: Prompt, folder: Path) -> list[dict[str, Any]]:
     from formats.errors import IncompatibleError
-    from kvtool.archive import load
+    from kvtool.loading import load
     from kvtool.recoding import recode
 
     rows = [{"what": "own prefill", "answer": _answer(other, None, prompt.ids)}]

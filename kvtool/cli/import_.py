@@ -57,6 +57,7 @@ def _finite(value: float) -> float:
     help="Write a file that mlx_lm.generate --prompt-cache-file takes.",
 )
 @click.option("--decode", is_flag=True, help="Expand the codes to mlx-lm's own caches; by default attention reads codes.")
+@click.option("--live", metavar="SPEC", help="Keep the rows in this codec while they live, such as tc-3 for a file of tcz.")
 @click.option("--allow-mismatch", is_flag=True, help="Accept a file computed by other weights; shapes and RoPE must fit all the same.")
 @calibration_option
 @dtype_option
@@ -70,6 +71,7 @@ def command(
     temperature: float,
     target: tuple[str, str] | None,
     decode: bool,
+    live: str | None,
     allow_mismatch: bool,
     calibration: str | None,
     dtype: str,
@@ -86,6 +88,8 @@ def command(
         raise click.UsageError("give one of --prompt and --prompt-file")
     if target is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("--to writes the cache alone; give the prompt to mlx_lm.generate")
+    if decode and live is not None:
+        raise click.UsageError("give one of --decode and --live")
     if target is not None:
         check_target(target[1])
 
@@ -93,6 +97,7 @@ def command(
     from kvtool.archive import open as open_archive
     from kvtool.capturing import check_ids
     from kvtool.foreign import write_mlx_lm
+    from kvtool.loading import load
     from kvtool.model import load_model
 
     text = read_text(prompt_file) if prompt_file is not None else prompt
@@ -126,11 +131,11 @@ def command(
                 f"{shlex.join(['mlx_lm.generate', '--model', name, '--prompt-cache-file', target[1], '--prompt', 'TEXT'])}",
             )
             return
-        start = time.perf_counter()
-        with bar("loading", quiet=as_json) as progress:
-            restored = archive.load(model, decode=decode, allow_mismatch=allow_mismatch, progress=progress)
-        loaded = time.perf_counter() - start
         quality = list(archive.manifest.quality)
+    start = time.perf_counter()
+    with bar("loading", quiet=as_json) as progress:
+        restored = load(source, model, decode=decode, live=live, allow_mismatch=allow_mismatch, calibration=calibration, progress=progress)
+    loaded = time.perf_counter() - start
     for remark in (*map(quality_line, quality), *restored.notes):
         note(remark)
     usable, held = restored.usable, sum(c.nbytes for c in restored.cache)

@@ -31,7 +31,7 @@ def command(
       kvtool export --model M --chat --prompt-file manual.txt --codec rvq-4 -o manual.kv
       kvtool lm-server --model M --cache manual.kv --codec rvq-4 --port 8081
     """
-    from kvtool.archive import load
+    from kvtool.loading import load
     from kvtool.model import load_model
     from kvtool.serving import serve
 
