@@ -21,6 +21,7 @@ from kvtool.cli import run as cli
 from kvtool.model import LoadedModel, load_model
 from tests.library import f64, fill, ids, loaded, run, saved, tiny, twin
 from tests.tiny_random import FAMILIES, VOCAB, WINDOW
+from veloxquant_mlx.caches.coded import CodedKVCache
 
 LOSSY = "rvq-2+2,sink=2,recent=3"
 
@@ -97,8 +98,12 @@ def test_case_16_mixed_layers_under_a_lossy_codec(family: str, tmp_path: Path) -
     states = [f"{i}" for i, c in enumerate(classes) if c == "ArraysCache"]
     states += [f"{i}.{j}" for i, c in enumerate(classes) if isinstance(c, tuple) for j, part in enumerate(c) if part == "ArraysCache"]
     assert report.kept_raw == tuple(f"{name}: recurrent state" for name in states)
-    cache = kvtool.load(tmp_path / "a.kv", model).cache
+    cache = kvtool.load(tmp_path / "a.kv", model, decode=True).cache
     assert [type(c).__name__ for c in cache] == ["CacheList" if isinstance(c, tuple) else c for c in classes]
+    live = kvtool.load(tmp_path / "a.kv", model)
+    on_codes = [isinstance(c, CodedKVCache) for c in live.cache]
+    assert [p.codes for p in live.layers] == on_codes and any(on_codes) == (family != "falcon_h1")
+    assert all(p.reason for p in live.layers if not p.codes)
     raw = kvtool.capture(model, tokens).states
     back = kvtool.capture(model, cache=cache, tokens=tokens).states
     pairs = list(zip(raw, back, strict=True)) + [p for a, b in zip(raw, back, strict=True) for p in zip(a.caches, b.caches, strict=True)]
