@@ -18,7 +18,7 @@ import numpy as np
 from formats.atomic import atomic_write
 from formats.errors import KVError, LayoutError, ManifestError, NotKvtoolError, VersionError
 from formats.files import naming, opened
-from formats.header import MAX_HEADER, Entry, check_extents, is_tensor_name, parse_entries, parse_json, read_raw
+from formats.header import MAX_HEADER, Entry, Header, check_extents, is_tensor_name, parse_entries, parse_json, read_raw
 from formats.manifest import ModelInfo, Node, model_of
 from formats.strict_json import dumps, loads
 
@@ -125,6 +125,18 @@ def read_calibration(path: str | os.PathLike[str]) -> tuple[CalibrationFile, str
         return _parse(raw, data), digest_of(data)
 
 
+def read_model(path: str | os.PathLike[str]) -> ModelInfo:
+    """The model that a calibration file is of, from its header; its arrays and its digest are not looked at.
+
+    Raises:
+        FormatError: what is wrong with the header.
+        OSError: it cannot be read.
+    """
+    path = os.fspath(path)
+    with naming(path), opened(path) as (fd, size):
+        return model_of(_header(read_raw(fd, size), size)[1].key("model"))
+
+
 def write_calibration(path: str | os.PathLike[str], calibration: CalibrationFile) -> str:
     """Write a calibration file, atomically; returns its digest.
 
@@ -157,20 +169,26 @@ def _storable(what: str, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _parse(raw: bytes, data: memoryview) -> CalibrationFile:
+def _header(raw: bytes, size: int) -> tuple[Header, Node]:
+    """The header of a file of so many bytes, and the metadata in it."""
     problems: list[KVError] = []
     header = parse_entries(parse_json(raw), raw, problems)
     if not problems and header.metadata.get("format") != FORMAT:
         kind = "a kvtool file" if header.metadata.get("format") == "kvtool" else "safetensors without its metadata"
         raise NotKvtoolError(f"not a calibration: {kind}")
     if not problems:
-        check_extents(header, len(data), problems, in_order=True)
+        check_extents(header, size, problems, in_order=True)
     if problems:
         raise problems[0]
     root = Node(loads(header.metadata.get("calibration", ""), "calibration"))
     version = root.key("version").integer(1)
     if version > VERSION:
         raise VersionError(f"$.version: {version} is newer than {VERSION}, the newest this version reads", hint="upgrade kvtool")
+    return header, root
+
+
+def _parse(raw: bytes, data: memoryview) -> CalibrationFile:
+    header, root = _header(raw, len(data))
     kinds = root.key("kinds").items()
     tables: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for kind, node in kinds:

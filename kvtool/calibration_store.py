@@ -3,14 +3,18 @@
 $KVTOOL_CALIBRATIONS, else ~/.cache/kvtool/calibrations ($XDG_CACHE_HOME/kvtool/calibrations where that is set).
 """
 
+import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from formats.atomic import atomic_write
-from formats.calibration import CalibrationFile, digest_of, from_bytes, read_calibration
-from formats.errors import DigestError, FormatError
+from formats.calibration import CalibrationFile, digest_of, from_bytes, read_calibration, read_model
+from formats.errors import DigestError, KVError
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -63,21 +67,30 @@ def get(digest: str) -> tuple[CalibrationFile, Path] | None:
 
 
 def kept() -> Iterator[tuple[str, Path]]:
-    """(digest, file) of everything in the store, newest first."""
-    if not folder().is_dir():
-        return
-    files = [p for p in folder().iterdir() if p.suffix == SUFFIX and _DIGEST.fullmatch(p.stem) and p.is_file()]
-    yield from ((p.stem, p) for p in sorted(files, key=lambda p: (-p.stat().st_mtime_ns, p.name)))
+    """(digest, path) of everything in the store under a digest's name, newest first; what it is worth shows when it is read."""
+    found = []
+    if folder().is_dir():
+        for path in folder().iterdir():
+            if path.suffix == SUFFIX and _DIGEST.fullmatch(path.stem):
+                # Another process may have removed it since.
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((-path.stat().st_mtime_ns, path.name, path))
+    yield from ((path.stem, path) for _, _, path in sorted(found))
 
 
-def newest_for(weights: str | None) -> str | None:
-    """Digest of the newest sound calibration of a model with these weights, or None."""
+def newest_for(weights: str | None) -> tuple[CalibrationFile, Path] | None:
+    """The newest sound calibration of a model with these weights, or None. Of others only the headers are read.
+
+    One that cannot be read is as good as absent to a search, which a logged warning says; by its digest it is refused.
+    """
     for digest, path in kept() if weights is not None else ():
         try:
-            found, own = read_calibration(path)
-        except FormatError:
-            # Damaged: as good as absent to a search. By its digest it is refused with what is wrong.
+            found = get(digest) if read_model(path).weights == weights else None
+        except FileNotFoundError:
             continue
-        if own == digest and found.model.weights == weights:
-            return digest
+        except (KVError, OSError) as error:
+            logger.warning("%s is passed over: %s", path, error)
+            continue
+        if found is not None:
+            return found
     return None

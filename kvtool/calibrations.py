@@ -122,13 +122,13 @@ def resolve(spec: str | os.PathLike[str] | Calibration | None, *weights: str | N
     if spec == SELF:
         return None
     if spec is None or spec == AUTO:
-        digest = next((digest for w in weights if (digest := store.newest_for(w)) is not None), None)
-        if digest is None and spec is None:
+        newest = next((newest for w in weights if (newest := store.newest_for(w)) is not None), None)
+        if newest is None and spec is None:
             return None
-        if digest is None:
+        if newest is None:
             what = f"{store.folder()} has no calibration of this model"
             raise IncompatibleError(what, hint="make one with kvtool calibrate, or name a file")
-        found = _kept(digest)
+        found = Calibration(newest[0], newest[1].stem, newest[1])
     else:
         found = _named(spec)
     if found.model.weights is None or found.model.weights not in weights:

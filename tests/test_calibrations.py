@@ -1,7 +1,10 @@
 """Calibration files: deterministic bytes, strict reading, and a store whose writes are whole or absent."""
 
+import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,12 @@ from blake3 import blake3
 from safetensors.numpy import load_file
 
 from formats import atomic
-from formats.calibration import CalibrationFile, digest_of, from_bytes, read_calibration, to_bytes, write_calibration
-from formats.errors import DigestError, FormatError, IncompatibleError, LayoutError, ManifestError, NotKvtoolError, VersionError
+from formats.calibration import CalibrationFile, digest_of, from_bytes, read_calibration, read_model, to_bytes, write_calibration
+from formats.errors import FormatError, IncompatibleError, KVError, LayoutError, ManifestError, NotKvtoolError, VersionError
 from formats.manifest import ModelInfo
 from kvtool import calibration_store as store
 from kvtool.calibrations import AUTO, SELF, Calibration, resolve
+from kvtool.cli import run
 
 
 def example(weights: str = "a" * 64, scale: float = 1.0) -> CalibrationFile:
@@ -134,12 +138,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "store"
 
 
+def newest(weights: str | None) -> str | None:
+    found = store.newest_for(weights)
+    return None if found is None else found[1].stem
+
+
 def test_store(folder: Path) -> None:
     assert list(store.kept()) == [] and store.newest_for("a" * 64) is None and store.get("0" * 64) is None
     old, new, other = (to_bytes(example(*args)) for args in (("a" * 64,), ("a" * 64, 2.0), ("d" * 64,)))
     for age, data in enumerate((new, old, other)):
         os.utime(store.put(data), ns=(0, 10**9 * (3 - age)))
-    assert store.newest_for("a" * 64) == digest_of(new) and store.newest_for(None) is None and store.newest_for("e" * 64) is None
+    assert newest("a" * 64) == digest_of(new) and newest(None) is None and newest("e" * 64) is None
     assert [digest for digest, _ in store.kept()] == [digest_of(d) for d in (new, old, other)]
     found = store.get(digest_of(old))
     assert found is not None and found[1] == folder / f"{digest_of(old)}.safetensors"
@@ -148,17 +157,140 @@ def test_store(folder: Path) -> None:
     assert store.path_of("../" + "0" * 61) is None
 
 
-def test_a_damaged_file_in_the_store(folder: Path) -> None:
-    data = to_bytes(example())
+def test_a_search_reads_headers_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But of the one it finds; that one's digest is verified, once."""
+    read: list[str] = []
+
+    def reading(path: Path) -> Any:
+        read.append(path.stem)
+        return read_calibration(path)
+
+    monkeypatch.setattr(store, "read_calibration", reading)
+    wanted, other = to_bytes(example()), to_bytes(example("d" * 64))
+    for age, data in enumerate((wanted, other)):
+        os.utime(store.put(data), ns=(0, 10**9 * (1 + age)))
+    found = resolve(AUTO, "a" * 64)
+    assert found is not None and read == [found.digest] == [digest_of(wanted)]
+    assert read_model(str(found.path)) == found.model
+
+
+def test_a_damaged_file_in_the_store(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By its digest it is refused; a search goes on to an older one, and says so."""
+    old, data = to_bytes(example(scale=2.0)), to_bytes(example())
+    os.utime(store.put(old), ns=(0, 0))
     path = store.put(data)
-    path.write_bytes(data[:-3] + b"abc")
-    with pytest.raises(DigestError, match="its name says"):
-        store.get(digest_of(data))
-    assert store.newest_for("a" * 64) is None
-    path.write_bytes(b"short")
-    assert store.newest_for("a" * 64) is None
-    with pytest.raises(FormatError):
-        store.get(digest_of(data))
+    for damaged, text in ((data[:-3] + b"abc", "its name says"), (b"short", "less than the 8"), (data[:500], "header needs")):
+        path.write_bytes(damaged)
+        with pytest.raises(KVError, match=text):
+            store.get(digest_of(data))
+        caplog.clear()
+        assert newest("a" * 64) == digest_of(old)
+        (record,) = caplog.records
+        assert record.levelname == "WARNING" and f"{path} is passed over" in record.message and text in record.message
+
+
+def test_a_folder_in_the_place_of_a_calibration(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, data = to_bytes(example(scale=2.0)), to_bytes(example())
+    store.put(old)
+    path = folder / f"{digest_of(data)}.safetensors"
+    path.mkdir()
+    (folder / f"{'e' * 64}.safetensors").symlink_to("nowhere")
+    assert [digest for digest, _ in store.kept()] == [digest_of(data), digest_of(old)]
+    (folder / f"{'e' * 64}.safetensors").unlink()
+    assert newest("a" * 64) == digest_of(old) and "a folder, not a file" in caplog.text
+    assert store.get(digest_of(data)) is None and store.path_of(digest_of(data)) is None
+    with pytest.raises(IsADirectoryError) as caught:
+        store.put(data)
+    assert caught.value.filename == str(path) and {p.name for p in folder.iterdir()} == {path.name, f"{digest_of(old)}.safetensors"}
+    assert run(["calibrations"]) == 0
+
+
+def test_a_calibration_that_goes_during_a_search(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    old, data = to_bytes(example(scale=2.0)), to_bytes(example())
+    os.utime(store.put(old), ns=(0, 0))
+    path = store.put(data)
+
+    def removing(at: Path) -> ModelInfo:
+        path.unlink(missing_ok=True)
+        return read_model(at)
+
+    monkeypatch.setattr(store, "read_model", removing)
+    assert newest("a" * 64) == digest_of(old) and caplog.text == ""
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+def test_a_folder_that_cannot_be_written(
+    error: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk is noticed while writing, the others when the file is made; what was there stays, and nothing else is left."""
+    store.put(to_bytes(example(scale=2.0)))
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    os_open = os.open
+
+    def opening(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(error, os.strerror(error), path)
+        return os_open(path, flags, *more)
+
+    def writing(fd: int, data: memoryview) -> int:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(atomic.os, *(("write", writing) if error == errno.ENOSPC else ("open", opening)))
+    with pytest.raises(OSError) as caught:
+        store.put(to_bytes(example()))
+    monkeypatch.undo()
+    assert caught.value.errno == error and {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert error == errno.ENOSPC or caught.value.filename == str(folder / f"{digest_of(to_bytes(example()))}.safetensors")
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for place, error in (("file", FileExistsError), ("file/store", NotADirectoryError)):
+        monkeypatch.setenv("KVTOOL_CALIBRATIONS", str(tmp_path / place))
+        assert list(store.kept()) == [] and store.newest_for("a" * 64) is None
+        with pytest.raises(error, match=str(tmp_path / place)):
+            store.put(to_bytes(example()))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from kvtool import calibration_store as store
+assert "mlx.core" not in sys.modules
+files = [Path(p).read_bytes() for p in sys.argv[2:]]
+for i in range(12):
+    store.put(files[(int(sys.argv[1]) + i) % len(files)])
+"""
+READER = """
+import sys
+from pathlib import Path
+from kvtool import calibration_store as store
+stop, seen = Path(sys.argv[1]), 0
+while not stop.exists():
+    for digest, path in store.kept():
+        assert store.get(digest) is not None
+        seen += 1
+    found = store.newest_for("a" * 64)
+    assert found is None or found[0].model.weights == "a" * 64
+print(seen)
+"""
+
+
+def test_many_processes_write_list_and_read(folder: Path, tmp_path: Path) -> None:
+    """Eight put the same and different calibrations: whoever lists and reads meanwhile finds whole ones alone."""
+    wanted = [to_bytes(example(*args)) for args in (("a" * 64,), ("a" * 64, 2.0), ("d" * 64,))]
+    for i, data in enumerate(wanted):
+        (tmp_path / f"{i}.cal").write_bytes(data)
+    paths = [str(tmp_path / f"{i}.cal") for i in range(3)]
+    readers = [
+        subprocess.Popen([sys.executable, "-c", READER, str(tmp_path / "stop")], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(i), *paths]) for i in range(8)]
+    assert [child.wait() for child in writers] == [0] * 8
+    (tmp_path / "stop").touch()
+    seen = [int(child.communicate()[0]) for child in readers]
+    assert [child.returncode for child in readers] == [0, 0] and sum(seen) > 0
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == {f"{digest_of(data)}.safetensors": data for data in wanted}
 
 
 def test_an_interrupted_write_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
