@@ -142,7 +142,8 @@ def _cache(arm: str, archive: Archive, model: LoadedModel, prefix: Sequence[int]
     if arm == "own":
         return prefill(model, prefix)
     if arm == "transferred":
-        return archive.load(model, allow_mismatch=allow_mismatch).cache
+        # Decoded: the error of the file is measured, not that of coding what comes after it.
+        return archive.load(model, decode=True, allow_mismatch=allow_mismatch).cache
     return list(make_prompt_cache(model.model))
 
 

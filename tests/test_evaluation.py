@@ -42,7 +42,7 @@ def test_scores_are_those_of_the_logits(family: str, tmp_path: Path) -> None:
     usable = report.prefix
     fed, targets = text[:-1], np.array(text[1:])
     own = logp(model, fill(model, ids(PREFIX)[:usable], [usable - 1, 1]), fed)
-    arms = {"own": own, "transferred": logp(model, kvtool.load(path, model).cache, fed), "none": logp(model, fill(model, [], []), fed)}
+    arms = {"own": own, "transferred": logp(model, kvtool.load(path, model, decode=True).cache, fed), "none": logp(model, fill(model, [], []), fed)}
     for name, other in arms.items():
         kl = (np.exp(own) * (own - other)).sum(-1)
         result = report.arm(name)
@@ -75,7 +75,7 @@ def test_long_texts_are_scored_in_chunks_that_change_nothing(tmp_path: Path) -> 
     report = kvtool.evaluate(path, model, text, tokens=10_000, progress=lambda *a: seen.append(a))
     assert report.n == len(text) - 1 and seen == [(CHUNK, report.n), (2 * CHUNK, report.n), (report.n, report.n)]
     own = logp(model, fill(model, ids(PREFIX)), text[:-1])
-    other = logp(model, kvtool.load(path, model).cache, text[:-1])
+    other = logp(model, kvtool.load(path, model, decode=True).cache, text[:-1])
     # Other chunks: the same sums in another order, float32.
     assert report.arm("transferred").kl == pytest.approx((np.exp(own) * (own - other)).sum(-1).mean(), rel=1e-3)
     assert kvtool.evaluate(path, model, text, tokens=7).n == 7
