@@ -85,7 +85,7 @@ class SweepReport:
         passkeys: trials behind the column.
         rows: by codec, and within it by text; with several texts "all" comes last.
         calibration: digest of the one that calibrated codecs had, or None.
-        calibrated: name of the model that it is of, where that has other weights than the one that scored; else None.
+        calibration_of: name of the model that it is of, where that has other weights than the one that scored; else None.
     """
 
     model: str
@@ -95,7 +95,7 @@ class SweepReport:
     passkeys: int
     rows: tuple[SweepRow, ...]
     calibration: str | None = None
-    calibrated: str | None = None
+    calibration_of: str | None = None
 
     def row(self, codec: str, text: str | None = None) -> SweepRow:
         """The row of a codec; of the last text, which is "all" where there are several, if none is named.

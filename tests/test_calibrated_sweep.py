@@ -104,10 +104,10 @@ def test_a_calibration_of_another_model(tiny_a: LoadedModel, tiny_b: LoadedModel
     """Taken where that is asked for, with what the model's own weights would give; by file or digest alone."""
     options = {"prefix": PREFIX, "tokens": 20, "foreign_calibration": True}
     found = kvtool.sweep(tiny_b, {"p": list(ids(tiny_a))}, ["tc-3"], calibration=calibration.path, **options)  # type: ignore[arg-type]
-    assert (found.model, found.calibrated, found.calibration) == ("tiny-b", "tiny-a", calibration.digest)
+    assert (found.model, found.calibration_of, found.calibration) == ("tiny-b", "tiny-a", calibration.digest)
     same = Calibration(replace(calibration.file, model=tiny_b.info), calibration.digest)
     own = kvtool.sweep(tiny_b, {"p": list(ids(tiny_a))}, ["tc-3"], prefix=PREFIX, tokens=20, calibration=same)
-    assert own.calibrated is None and own.rows[-1].kl == found.rows[-1].kl is not None
+    assert own.calibration_of is None and own.rows[-1].kl == found.rows[-1].kl is not None
     for spec in (None, "auto", "self"):
         with pytest.raises(ValueError, match=r"\[calibration\] a foreign one must be a file or a digest, but got"):
             kvtool.sweep(tiny_b, {"p": list(ids(tiny_a))}, ["tc-3"], calibration=spec, **options)  # type: ignore[arg-type]

@@ -226,8 +226,8 @@ def _sweep(
     for row in report.rows:
         if row.note and row.text == report.rows[0].text:
             note(f"{row.codec}: {row.note}")
-    if report.calibrated is not None:
-        note(f"tables of calibration {(report.calibration or '')[:12]}, which is of {report.calibrated}, not of {report.model}")
+    if report.calibration_of is not None:
+        note(f"tables of calibration {(report.calibration or '')[:12]}, which is of {report.calibration_of}, not of {report.model}")
     emit(as_json, data, sweep_table(report))
 
 
@@ -241,7 +241,7 @@ def sweep_table(report: "SweepReport") -> str:
         f"{report.model}, {report.protocol}: {report.prefix} tokens before the first scored one"
         + (f"; ratios of KL to that of {report.relative_to}" if ratios else "")
         + (f"; {report.passkeys} passkeys" if passkeys else "")
-        + (f"; tables calibrated on {report.calibrated}" if report.calibrated is not None else ""),
+        + (f"; tables calibrated on {report.calibration_of}" if report.calibration_of is not None else ""),
         f"{'codec':<{width}} {'text':<{label}} {'n':>5} {'KL':>9} {'KL p99':>8} {'dPPL %':>8} {'top-1':>7} {'attn err':>9} "
         f"{'bits':>6} {'all':>6}{ratios}{passkeys} {'code s':>7}",
     ]
