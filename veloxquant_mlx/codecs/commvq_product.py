@@ -15,7 +15,7 @@ rows before RoPE are half-split in a file, so that queries must be too; yarn and
 
     commvq-2:product    sub 4        commvq-1:product    sub 8        values: rvq-4
 
-Tables take 4096 / S bits a value for S coded tokens: 8.6 at 476, 1 at 4096, 1/8 at 32768; a file of few tokens is larger than raw.
+Tables take 4096 / S bits a value for S coded tokens: 8.6 at 476, 1 at 4096, 1/8 at 32768; below 293 tokens sub 4 takes more than 16.
 float16 words hold entries up to 65504 (larger ones are refused) to 11 bits, and nothing below 2^-25.
 
 SmolLM2, `python -m tests.measure_codec_defaults MODEL SPEC ...`: KL on chat, code, prose, technical, their mean, and top-1. The first 4 and
@@ -30,8 +30,8 @@ last 32 rows are exact; bits of the 476 others with all parts.
     values rvq-4: commvq-2:product .0089 .965, commvq-1:product .0161 .943
 
 So it saves no room on a prompt of some hundred tokens: rvq-3 is nearer at a third of the bits, commvq-2 as near as sub 8 at a quarter. It
-is for keys that `comm_vq_decode_metal` reads from a file as they are, of prompts long enough for their tables. Sink rows must be exact: with
-sink=0,recent=0 the KL on chat is .0765 and .3636. A run of each head and layer takes a k-means on the host.
+is for keys that `comm_vq_decode_metal` reads from a file as they are, of prompts long enough for their tables. Sink rows must be exact:
+with sink=0,recent=0 the KL on chat is .0765 and .3636. Every run of every head and layer takes a k-means on the host.
 """
 
 import re
