@@ -24,7 +24,7 @@ from veloxquant_mlx.caches.blocks import Block, CodedRows, merged, tile_tokens
 from veloxquant_mlx.caches.hook import hold
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import CODECS
-from veloxquant_mlx.codecs._base import FLOATS, Codec
+from veloxquant_mlx.codecs._base import FLOAT16_MAX, FLOATS, Codec
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec
 
@@ -108,10 +108,10 @@ class Fetched:
             k, v = self.keys[None], self.values[None]
             return mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
         batch, heads, count, dim = queries.shape
-        kv_heads = self.keys.shape[0]
-        if batch != 1 or heads % kv_heads:
+        kv_heads, _, size = self.keys.shape
+        if batch != 1 or heads % kv_heads or dim != size:
             raise ValueError(
-                f"[attention] queries must be (1, H_q, Q, D) with H_q a multiple of {kv_heads}, but got {tuple(queries.shape)}."
+                f"[attention] queries must be (1, H_q, Q, {size}) with H_q a multiple of {kv_heads}, but got {tuple(queries.shape)}."
             )
         exact = [Block.exact(self.keys, self.values, 0)] if self.keys.shape[1] else []
         blocks = [*self.blocks, *exact]
@@ -154,6 +154,8 @@ class CodedKVCache(_BaseCache):
                 raise ValueError(
                     f"[CodedKVCache] blocks must follow one another, but one ends at {before.stop} and the next starts at {after.first}."
                 )
+            if _sizes(before) != _sizes(after):
+                raise ValueError(f"[CodedKVCache] blocks must have the same (H, D, D_v), but got {_sizes(before)} and {_sizes(after)}.")
         if type(window) is not int or window < 0:
             raise ValueError(f"[CodedKVCache] window must be an integer of at least 0, but got {window!r}.")
         self.blocks, self.growth, self.window = blocks, growth, window
@@ -233,9 +235,9 @@ class CodedKVCache(_BaseCache):
         self._rows += count
 
     def _check_rows(self, keys: mx.array, values: mx.array) -> None:
-        held = [(b.k.shape[0], b.k.shape[2], b.v.shape[2]) for b in self.blocks[:1]]
+        held = [_sizes(block) for block in self.blocks[:1]]
         held += [(self._tail[0].shape[0], self._tail[0].shape[2], self._tail[1].shape[2])] if self._tail is not None else []
-        if keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[:3] != values.shape[:3]:
+        if (keys.ndim, values.ndim) != (4, 4) or keys.shape[0] != 1 or keys.shape[:3] != values.shape[:3]:
             raise ValueError(
                 f"[CodedKVCache] rows must be (1, H, N, D), but got {tuple(keys.shape)} and {tuple(values.shape)}; merge for a batch."
             )
@@ -251,7 +253,7 @@ class CodedKVCache(_BaseCache):
         if not pieces:
             return None, None
         dtypes = [x.dtype for x in self._tail] if self._tail is not None else [self.blocks[-1].k.dtype, self.blocks[-1].v.dtype]
-        joined = (mx.concatenate([piece[i].astype(dtypes[i]) for piece in pieces], axis=1)[None] for i in (0, 1))
+        joined = (mx.concatenate([_cast(piece[i], dtypes[i]) for piece in pieces], axis=1)[None] for i in (0, 1))
         keys, values = joined
         return keys, values
 
@@ -287,7 +289,16 @@ class CodedKVCache(_BaseCache):
         return not self.window or self.offset == self.columns
 
     def trim(self, n: int) -> int:
-        """Forget the newest n rows; returns how many there were to forget. Codes of a block that is cut stay in memory."""
+        """Forget the newest n rows; returns how many there were to forget. Codes of a block that is cut stay in memory.
+
+        Raises:
+            ValueError: n is negative, or rows that a shorter sequence would see have left the window.
+        """
+        if n < 0:
+            raise ValueError(f"[CodedKVCache] n must be an integer of at least 0, but got {n}.")
+        if n and not self.is_trimmable():
+            held = f"{self.columns} of {self.offset} rows are here"
+            raise ValueError(f"[CodedKVCache] n must be 0 once rows have left the window of {self.window} ({held}), but got {n}.")
         n = min(self.columns, n)
         kept = self.offset - n
         self._rows = max(0, self._rows - n)
@@ -352,11 +363,22 @@ class CodedKVCache(_BaseCache):
 BatchCodedKVCache.single = CodedKVCache
 
 
+def _sizes(block: Block) -> tuple[int, int, int]:
+    """(H, D, D_v)."""
+    return block.k.shape[0], block.k.shape[2], block.v.shape[2]
+
+
 def _grown(arrays: list[mx.array], rows: int) -> tuple[mx.array, mx.array]:
     """(H, T, D) arrays in buffers of at least `rows` rows, a multiple of STEP."""
     room = -(-rows // STEP) * STEP
     keys, values = (mx.pad(x, [(0, 0), (0, room - x.shape[1]), (0, 0)]) for x in arrays)
     return keys, values
+
+
+def _cast(rows: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Rows in a model's dtype. A value close to float16's end must not become Inf by the codec's error."""
+    clipped = dtype == mx.float16 and rows.dtype != dtype
+    return (mx.clip(rows, -FLOAT16_MAX, FLOAT16_MAX) if clipped else rows).astype(dtype)
 
 
 def _put(arrays: list[mx.array], array: mx.array) -> int:
