@@ -247,9 +247,10 @@ def test_forks_share_blocks_in_memory(tiny_a: LoadedModel) -> None:
     assert all(batch.extract(i).blocks == singles[0][0].blocks for i in range(4))
 
 
-def test_right_padded_prompts_of_unlike_lengths(tiny_a: LoadedModel) -> None:
+@pytest.mark.parametrize("family", ["tiny-a", "llama-sliding"])
+def test_right_padded_prompts_of_unlike_lengths(tiny_a: LoadedModel, family: str) -> None:
     """As mlx-lm's PromptProcessingBatch does: chunks of all prompts beside each other, what is too short padded on the right."""
-    model = tiny_a.model
+    model = tiny_a.model if family == "tiny-a" else tiny(family)
     singles = prefilled(model, [ids(model, count) for count in (300, 70, 12)])
     prompts = [ids(model, count, 1) for count in (9, 350, 120)]
     batch = merge(*singles)
@@ -341,14 +342,14 @@ def test_trim(tiny_a: LoadedModel, n: int) -> None:
 def test_state_and_copies(tiny_a: LoadedModel) -> None:
     model = tiny_a.model
     singles = prefilled(model, [ids(model, count, count) for count in (FULL + 3, 31)])
-    batch = merge(*singles)
-    assert_steps_equal(model, batch, singles, 12, [1])
+    before, batch = copy.deepcopy(singles), merge(*singles)
     copied = copy.deepcopy(batch)
-    restored = [BatchCodedKVCache.from_state(layer.state) for layer in batch]
     assert copied[0]._tail is batch[0]._tail  # nothing copied until it is written
-    wanted = feed(model, batch, [[3, 4]] * 2)
-    for other in (copied, restored):
-        np.testing.assert_allclose(feed(model, other, [[3, 4]] * 2), wanted, **CLOSE)
+    assert_steps_equal(model, batch, singles, 12, [1])  # here rows leave the tail, which the copy does not see
+    assert blocks(batch[0]) == [2, 0] and blocks(copied[0]) == [0, 0]
+    assert_steps_equal(model, copied, before, 12, [2, 1])
+    restored = [BatchCodedKVCache.from_state(layer.state) for layer in batch]
+    np.testing.assert_allclose(feed(model, restored, [[3, 4]] * 2), feed(model, batch, [[3, 4]] * 2), **CLOSE)
     assert batch[0].nbytes == sum(x.nbytes for x in batch[0]._tail) + sum(b.k.nbytes + b.v.nbytes for b in singles[0][0].blocks)
     assert not batch[0].empty() and batch[0].size() == FULL + 6
     assert BatchCodedKVCache.merge([CodedKVCache(), CodedKVCache()]).empty()
@@ -360,6 +361,7 @@ def test_a_state_within_padding_on_the_right(tiny_a: LoadedModel) -> None:
     for layer in batch:
         layer.prepare(lengths=[2, 8], right_padding=[6, 0])
     feed(model, batch, [[3, 4, 0, 0]] * 2)
+    assert [batch[0].extract(i).offset for i in range(2)] == [52, 35]  # without the padding
     restored = [BatchCodedKVCache.from_state(layer.state) for layer in batch]
     results = []
     for other in (batch, restored):
@@ -392,20 +394,19 @@ def test_beside_caches_of_mlx_lm(tiny_a: LoadedModel, family: str, first: str, f
 
 @pytest.mark.parametrize("family", ["tiny-a", "llama-sliding"])
 def test_a_batch_takes_in_the_other_kind(tiny_a: LoadedModel, family: str) -> None:
-    """A request that joins while others are answered."""
+    """Requests that join while others are answered."""
     model = tiny_a.model if family == "tiny-a" else tiny(family)
-    [coded] = prefilled(model, [ids(model, FULL + 20, 1)])
-    feed(model, coded, [[3]])
+    coded = prefilled(model, [ids(model, FULL + count, count) for count in (20, 5)])
     for order in (1, -1):
         plain = make_prompt_cache(model)
         feed(model, plain, [ids(model, 57, 2)])
-        singles = [copy.deepcopy(coded), plain][::order]
-        batches = [merge(caches) for caches in singles]
-        assert_steps_equal(model, batches[0], singles[:1], 14, [1])
-        assert_steps_equal(model, batches[1], singles[1:], 15, [1])
+        sides = [copy.deepcopy(coded), [plain]][::order]
+        batches = [merge(*caches) for caches in sides]
+        for i, (batch, caches) in enumerate(zip(batches, sides, strict=True)):
+            assert_steps_equal(model, batch, caches, 14 + i, [1])
         for layer, more in zip(*batches, strict=True):
             layer.extend(more)
-        assert_steps_equal(model, batches[0], singles, 16, [1, 1, 5, 1])
+        assert_steps_equal(model, batches[0], sides[0] + sides[1], 16, [1, 1, 5, 1])
 
 
 def test_refusals() -> None:

@@ -453,10 +453,7 @@ class BatchCodedKVCache(_BaseCache):
             if kept < row.first:
                 blocks = tuple(block if block.stop <= kept else block.kept(block.first, kept) for block in row.blocks if block.first < kept)
                 self._rows[i] = replace(row, blocks=blocks, first=kept)
-        start = self._first_column()
-        if start < self._start and self._tail is not None:  # now within what had been encoded
-            self._tail = tuple(mx.pad(x, [(0, 0), (0, 0), (self._start - start, 0), (0, 0)]) for x in self._tail)
-        self._start = start
+        self._start = min(self._start, self.length)  # less than before where no row has a tail left
         return n
 
     # --- copies, and what mlx-lm's own batches read when they take in this one
