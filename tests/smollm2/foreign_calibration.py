@@ -1,16 +1,15 @@
 """What a calibration is worth on a model that it never saw: SmolLM2-135M-Instruct's tables in a fine-tuned sibling.
 
-    python -m tests.smollm2.foreign_calibration [--calibration FILE] [--own FILE] [--texts prose,code] [--out DIR]
+    python -m tests.smollm2.foreign_calibration [--calibration FILE] [--own FILE] [--texts prose,code] [--tokens N] [--out DIR]
 
 The sibling has RoPE base 10 000 instead of 100 000 and weights fine-tuned for it. Each codec runs in it with SmolLM2's calibration and with
 one of its own, both over TurboQuant, on the held-out texts by the frontier's protocol: streaming, first 4 and newest 32 tokens exact,
-positions 128 and on of the first 1024 tokens. Calibrations are made, ten minutes each, where they are neither given nor in the cache.
+positions 128 and on of the first 1024 tokens. Calibrations are made, ten minutes each, where none is given or kept; finished arms are kept.
 """
 
 import argparse
 import platform
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,16 +18,16 @@ import mlx.core as mx
 import numpy as np
 
 from kvtool import calibrations
-from kvtool.arms import Arm, TextArms
+from kvtool.arms import OWN, Arm
 from kvtool.bootstrap import paired_ratio
 from kvtool.calibrations import Calibration
 from kvtool.model import LoadedModel, load_model
 from kvtool.probe import probe_model
 from kvtool.roundtrip import parse_roundtrip
-from kvtool.sweeping import ALL, PREFIX, TOKENS, ids_of, layer_shapes
-from tests.smollm2.frontier import INTERVAL, LONG_CHUNK, OUT, PROTOCOL, REFERENCE, ROOT, Say, calibration_of
+from kvtool.sweeping import ALL, TOKENS, layer_shapes
+from tests.smollm2.frontier import CACHE, INTERVAL, LONG_CHUNK, OUT, PROTOCOL, REFERENCE, ROOT, Say, calibration_of, measured
 from tests.smollm2.make import models_at
-from tests.smollm2.off_domain import arm_with, write
+from tests.smollm2.off_domain import write
 from tests.texts import ALL_TEXTS, text
 from veloxquant_mlx.codecs import RECENT, SINK
 
@@ -62,26 +61,36 @@ class Row:
     own_fallbacks: int
 
 
-def rows(model: LoadedModel, texts: Mapping[str, str], foreign: Calibration, own: Calibration, say: Say, tokens: int) -> Iterator[Row]:
-    """The table, text by text, then all of them together.
+def rows(
+    model: LoadedModel, texts: Mapping[str, str], foreign: Calibration, own: Calibration, cache: Path, say: Say, tokens: int
+) -> Iterator[Row]:
+    """The table, codec by codec, within each text by text and then all of them together.
 
     Args:
         foreign, own: calibrations of the other model and of this one.
+        cache: folder of finished arms.
         tokens: positions to score at most, a text.
     """
-    found: dict[str, list[tuple[Arm, Arm, Arm]]] = {codec: [] for codec in CODECS}
-    for name, words in texts.items():
-        base = TextArms(model, name, ids_of(model, name, words, PREFIX[PROTOCOL], tokens), PROTOCOL, PREFIX[PROTOCOL], LONG_CHUNK)
-        turbo = base.arm(parse_roundtrip(REFERENCE, SINK, RECENT))
-        for codec in CODECS:
-            start = time.perf_counter()
-            found[codec].append((arm_with(base, codec, foreign), arm_with(base, codec, own), turbo))
-            row = row_of(name, codec, found[codec][-1:])
-            say(f"{name}, {codec}: KL {row.kl:.5f}, own tables {row.own_kl:.5f}, {time.perf_counter() - start:.0f} s")
-            yield row
-    for codec, arms in found.items():
-        if len(arms) > 1:
-            yield row_of(ALL, codec, arms)
+    theirs, ours = (arms_of(model, texts, calibration, cache, say, tokens) for calibration in (foreign, own))
+    turbo = theirs[parse_roundtrip(REFERENCE, SINK, RECENT).spec]
+    for codec in CODECS:
+        spec = parse_roundtrip(codec, SINK, RECENT).spec
+        triples = list(zip(theirs[spec], ours[spec], turbo, strict=True))
+        for name, triple in zip(texts, triples, strict=True):
+            yield row_of(name, codec, [triple])
+        if len(triples) > 1:
+            yield row_of(ALL, codec, triples)
+
+
+def arms_of(
+    model: LoadedModel, texts: Mapping[str, str], calibration: Calibration, cache: Path, say: Say, tokens: int
+) -> dict[str, list[Arm]]:
+    """spec -> an arm a text, of the codecs with these tables and of TurboQuant; from the cache folder where they are there."""
+    found: dict[str, list[Arm]] = {}
+    specs = [parse_roundtrip(codec, SINK, RECENT).spec for codec in (REFERENCE, *CODECS)]
+    for spec, arm in measured(model, texts, dict.fromkeys((OWN, *specs), LONG_CHUNK), tokens, cache, say, calibration):
+        found.setdefault(spec, []).append(arm)
+    return found
 
 
 def row_of(name: str, codec: str, arms: Sequence[tuple[Arm, Arm, Arm]]) -> Row:
@@ -141,7 +150,9 @@ def main() -> int:
     parser.add_argument(
         "--texts", type=lambda names: names.split(","), default=list(ALL_TEXTS), metavar="A,B,...", help="default: all of them"
     )
-    parser.add_argument("--out", type=Path, help=f"folder for the results (default of all texts: {OUT.relative_to(ROOT)})")
+    parser.add_argument("--tokens", type=int, default=TOKENS[PROTOCOL], help="positions to score at most, a text (default: %(default)s)")
+    parser.add_argument("--cache", type=Path, default=CACHE, help=f"folder of finished arms (default: {CACHE.relative_to(ROOT)})")
+    parser.add_argument("--out", type=Path, help=f"folder for the results (default of a full run: {OUT.relative_to(ROOT)})")
     args = parser.parse_args()
     unknown = sorted(set(args.texts) - set(ALL_TEXTS))
     if unknown:
@@ -157,9 +168,10 @@ def main() -> int:
     foreign = calibrations.resolve_foreign(named, layer_shapes(probe_model(model.model)))
     own = calibrations.resolve(args.own or calibration_of(model, folder, say), model.info.weights)
     assert own is not None
-    table = list(rows(model, {name: text(name) for name in args.texts}, foreign, own, say, TOKENS[PROTOCOL]))
-    full = args.texts == list(ALL_TEXTS)
-    command = "make foreign-calibration" if full else f"python -m tests.smollm2.foreign_calibration --texts {','.join(args.texts)}"
+    table = list(rows(model, {name: text(name) for name in args.texts}, foreign, own, args.cache, say, args.tokens))
+    full = args.texts == list(ALL_TEXTS) and args.tokens == TOKENS[PROTOCOL]
+    words = f"python -m tests.smollm2.foreign_calibration --texts {','.join(args.texts)} --tokens {args.tokens}"
+    command = "make foreign-calibration" if full else words
     page = markdown(table, foreign, own, command)
     print(page)
     out = args.out or (OUT if full else None)
