@@ -1,7 +1,12 @@
 """Attention to codes and the cache around them, against float64 attention over the decoded rows and against mlx-lm's own caches."""
 
 import copy
+import gc
+import importlib
 import json
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -9,18 +14,22 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import base
+from mlx_lm.models import base, gpt_oss, llama
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 from tests import oracles, tc_cases
 from veloxquant_mlx.allocators.additive import build_additive
-from veloxquant_mlx.caches.blocks import Block, CodedRows, merged
+from veloxquant_mlx.caches import blocks as blocks_module
+from veloxquant_mlx.caches import coded as coded_module
+from veloxquant_mlx.caches import hook
+from veloxquant_mlx.caches.blocks import Block, CodedRows, merged, tile_tokens
 from veloxquant_mlx.caches.coded import BLOCK, STEP, CodedKVCache, Growth
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import Codec, parse_codec
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.metal.fused_sdpa import is_patched, patch_mlx_lm_for_fused_sdpa, unpatch_mlx_lm
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 HEADS, GROUPS, DIM = 2, 3, 16
@@ -123,12 +132,9 @@ def sample(count: int, seed: int = 0, heads: int = HEADS, dim: int = DIM) -> tup
 
 
 def block_of(spec: str, rows: tuple[mx.array, mx.array], first: int = 0, rope: str = "none") -> Block:
-    """Rows (H, S, D) as a file's segment holds them; `Growth` refuses calibrated codecs, whose tables its state would lack."""
-    heads, count, dim = rows[0].shape
-    k, v = codecs(spec, heads, dim, rope)
-    keys = CodedRows.encoded(k, rows[0], first, ROPES[rope])
-    given = {"k": k.decode(keys.parts, keys.shape, mx.float32)} if v.needs else None
-    return Block(keys, CodedRows.encoded(v, rows[1], 0, None, given), count, first)
+    """Rows (H, S, D) as a file's segment holds them."""
+    heads, _, dim = rows[0].shape
+    return Growth(*codecs(spec, heads, dim, rope), ROPES[rope]).encoded(*rows, first)
 
 
 def queries(count: int, seed: int = 1, heads: int = HEADS, dim: int = DIM) -> mx.array:
@@ -548,3 +554,227 @@ def test_mlx_lm_saves_the_state_and_can_read_it_back_where_it_knows_the_class(tm
     monkeypatch.setattr(mlx_lm_cache, "CodedKVCache", CodedKVCache, raising=False)
     (again,) = load_prompt_cache(str(tmp_path / "c.safetensors"))
     assert bits(again.keys_and_values()) == bits(subject.keys_and_values()) and again.offset == 421
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_sequence_of_operations_is_that_of_a_kv_cache(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that leave the tail go to exact blocks, so that every bit must agree; small blocks, so that there are many."""
+    monkeypatch.setattr(coded_module, "BLOCK", 8)
+    monkeypatch.setattr(coded_module, "STEP", 4)
+    rng = np.random.default_rng(seed)
+    sink, recent = (int(n) for n in rng.integers(0, 7, 2))
+    mine = [CodedKVCache((), Growth(Raw(), Raw(), None, sink, recent))]
+    theirs: list[Any] = [KVCache()]
+    for step in range(60):
+        i = int(rng.integers(len(mine)))
+        operation = rng.choice(["update", "one", "trim", "fork", "state", "read"], p=[0.2, 0.35, 0.15, 0.1, 0.1, 0.1])
+        if operation in ("update", "one"):
+            count = 1 if operation == "one" else int(rng.integers(1, 30))
+            new = [x[None] for x in sample(count, int(rng.integers(1 << 30)))]
+            keys, values = theirs[i].update_and_fetch(*new)
+            fetched, _ = mine[i].update_and_fetch(*new)
+            q = queries(count, step)[None]
+            wanted = mx.fast.scaled_dot_product_attention(q, keys, values, scale=1.0, mask="causal")
+            np.testing.assert_allclose(np.array(fetched.attend(q, 1.0, "causal")), np.array(wanted), rtol=0, atol=3e-6)
+        elif operation == "trim":
+            n = int(rng.integers(0, 2 + theirs[i].offset))
+            assert mine[i].trim(n) == theirs[i].trim(n)
+        elif operation == "fork" and len(mine) < 5:
+            mine.append(mine[i].fork())
+            theirs.append(copy.deepcopy(theirs[i]))
+        elif operation == "state":
+            mine[i] = CodedKVCache.from_state(mine[i].state)
+        assert mine[i].offset == theirs[i].offset
+        if theirs[i].offset:
+            got, want = mine[i].keys_and_values(), theirs[i].keys_and_values()
+            assert bits([mx.contiguous(x) for x in got]) == bits([mx.contiguous(x) for x in want]), (step, operation)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------------------
+
+
+def step_peak(subject: CodedKVCache, heads: int, dim: int) -> int:
+    """Bytes that attention of one query takes at its peak, beyond what was there."""
+    fetched, _ = subject.update_and_fetch(*(x[None] for x in sample(1, 7, heads, dim)))
+    q = queries(1, 3, heads, dim)[None]
+    mx.eval(fetched.attend(q, 1.0, None))  # tables of angles and codes are made once
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(fetched.attend(q, 1.0, None))
+    return mx.get_peak_memory() - before
+
+
+TILED = ("rvq-4", "rabitq", "affine-4", "commvq-2", "commvq-2:product", "commvq-2:additive", "tc-2", "vecinfer-2", "qjl")
+
+
+@pytest.mark.parametrize("spec", TILED)
+def test_no_array_of_all_rows_is_made(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention takes as much memory at four times the length, also in blocks of one tile each; with all rows in one tile it takes more."""
+    heads, dim, tile = 2, 16, 256
+    one = 4 * heads * dim * tile
+    monkeypatch.setattr(blocks_module, "TILE_VALUES", {"cpu": tile * heads * dim, "gpu": tile * heads * dim})
+    assert tile_tokens(heads, dim) == tile
+    rows = sample(32 * tile, 1, heads, dim)
+    few, many = (block_of(spec, tuple(x[:, : n * tile] for x in rows), 0, "half") for n in (8, 32))
+    limit = step_peak(CodedKVCache((few,)), heads, dim) + 2 * one
+    assert limit < 16 * one
+    assert step_peak(CodedKVCache((many,)), heads, dim) < limit
+    single = [block_of(spec, tuple(x[:, a : a + tile] for x in rows), a, "half") for a in range(0, 32 * tile, tile)]
+    assert step_peak(CodedKVCache(single), heads, dim) < limit + 2 * one
+    monkeypatch.setattr(blocks_module, "TILE_VALUES", {"cpu": 32 * one, "gpu": 32 * one})
+    assert step_peak(CodedKVCache((many,)), heads, dim) > 32 * one > limit + 2 * one
+
+
+def test_a_layer_of_32_thousand_rows_is_read_in_tiles() -> None:
+    """The shape of SmolLM2's layers: keys and values are 50 MB as float32; a step over their codes takes under 4."""
+    heads, dim, count = 3, 64, 1 << 15
+    plan = parse_codec("rvq-4")
+    rng = np.random.default_rng(0)
+    coded = []
+    for codec, rope in ((plan.k, RopeSpec("default", dim, base=1e5)), (plan.v, None)):
+        shapes = {name: shape for name, (_, shape) in codec.layout((heads, count, dim), mx.float32).items()}
+        parts = {name: mx.array(rng.integers(0, 256, shape).astype(np.uint8)) for name, shape in shapes.items() if name.startswith("codes")}
+        parts |= {name: mx.ones(shapes[name], mx.bfloat16) for name in ("scale", "mean") if name in shapes}
+        mx.eval(parts)
+        coded.append(CodedRows(codec, parts, (heads, count, dim), mx.float32, rope))
+    peak = step_peak(CodedKVCache((Block(*coded, count, 0),)), heads, dim)
+    assert peak < 4 << 20 < 4 * heads * dim * count / 5, peak
+
+
+def test_memory_stays_flat_over_many_steps() -> None:
+    """2000 single rows: what is held grows by the codes alone, and what a step takes does not grow."""
+    subject = CodedKVCache((), growing("rvq-4"))
+    keys, values = sample(2400, 4)
+    q, held = queries(1)[None], {}
+    for i in range(2400):
+        fetched, _ = subject.update_and_fetch(keys[None, :, i : i + 1], values[None, :, i : i + 1])
+        mx.eval(fetched.attend(q, 1.0, None))
+        if i in (399, 2399):
+            del fetched
+            mx.synchronize()
+            held[i] = (mx.get_active_memory(), subject.nbytes, len(subject.blocks), sum(b.k.nbytes + b.v.nbytes for b in subject.blocks))
+    (active, size, count, codes), (active_end, size_end, count_end, codes_end) = held[399], held[2399]
+    assert (count, count_end) == (2, 10)
+    spare = 2 * 4 * HEADS * DIM * (32 + BLOCK + STEP)  # how far the tail may be filled
+    assert abs((size_end - size) - (codes_end - codes)) <= spare
+    # Besides: a table of angles and a mean of each block, and a reader's copies of small parts.
+    assert active_end - active <= size_end - size + 8 * (4 * DIM * BLOCK + 4096) + spare
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [*TILED, "raw"])
+def test_forks_run_in_threads_at_once(spec: str) -> None:
+    """Four threads read blocks that nothing has read before, and rows leave the tails meanwhile."""
+    growth = growing("rvq-4", "partial")
+
+    def parent() -> CodedKVCache:
+        subject = CodedKVCache((block_of(spec, sample(300, 2), 0, "partial"),), growth)
+        fed(subject, [200])
+        return subject
+
+    def go_on(subject: CodedKVCache, seed: int) -> list[bytes]:
+        outputs = []
+        for i, count in enumerate([1, 3, 150, 1, 1]):
+            fetched, _ = subject.update_and_fetch(*(x[None] for x in sample(count, 100 * seed + i)))
+            outputs.append(np.array(fetched.attend(queries(count, i)[None], 1.0, "causal")).tobytes())
+        return outputs
+
+    serial = [go_on(fork, i) for i, fork in enumerate(parent().fork() for _ in range(4))]
+    forks = [copy.deepcopy(subject) for subject in [parent()] for _ in range(4)]
+    together = threading.Barrier(4)
+
+    def work(i: int) -> list[bytes]:
+        together.wait()
+        return go_on(forks[i], i)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == serial
+
+
+# --- the hook --------------------------------------------------------------------------------------------------------------------
+
+
+def with_sinks(module: Any, subject: CodedKVCache) -> mx.array:
+    """A model file's call, with learned sinks; a copy of the cache would put the hook in again."""
+    fetched, again = subject.update_and_fetch(*(x[None] for x in sample(1)))
+    subject.trim(1)
+    q, sinks = queries(1)[None], mx.ones((HEADS * GROUPS,))
+    return module.scaled_dot_product_attention(q, fetched, again, cache=subject, scale=1.0, mask=None, sinks=sinks)
+
+
+def test_the_hook_lives_as_long_as_the_caches() -> None:
+    gc.collect()
+    originals = (base.quantized_scaled_dot_product_attention, gpt_oss.scaled_dot_product_attention)
+    assert not hook.is_installed()
+    first, second = CodedKVCache(), cache_of("rvq-4", 3)
+    assert hook.is_installed() and gpt_oss.scaled_dot_product_attention is not originals[1]
+    first.state = second.state  # a cache that is filled anew holds no less, and no longer
+    fork = second.fork()
+    del first, second
+    gc.collect()
+    assert hook.is_installed()
+    with_sinks(gpt_oss, fork)
+    del fork
+    gc.collect()
+    assert not hook.is_installed()
+    assert (base.quantized_scaled_dot_product_attention, gpt_oss.scaled_dot_product_attention) == originals
+
+
+def test_caches_that_mlx_lm_quantised_are_still_its_own() -> None:
+    quantised = QuantizedKVCache(group_size=32, bits=4)
+    k, v = quantised.update_and_fetch(*(x[None] for x in sample(40, dim=32)))
+    call = {"scale": 0.2, "mask": "causal"}
+    gc.collect()
+    assert not hook.is_installed()
+    # A new array of queries each time: mlx-lm scales them in place.
+    want = base.scaled_dot_product_attention(queries(3, dim=32)[None], k, v, cache=quantised, **call)
+    subject = cache_of("rvq-4", 3)
+    got = base.scaled_dot_product_attention(queries(3, dim=32)[None], k, v, cache=quantised, **call)
+    assert hook.is_installed() and mx.array_equal(got, want)
+    plain = [x[None] for x in sample(40)]
+    assert mx.array_equal(
+        gpt_oss.scaled_dot_product_attention(queries(2)[None], *plain, cache=KVCache(), scale=1.0, mask=None, sinks=mx.ones(6)),
+        mx.fast.scaled_dot_product_attention(queries(2)[None], *plain, scale=1.0, mask=None, sinks=mx.ones(6)),
+    )
+    del subject
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("unpatch_first", [True, False])
+def test_the_other_patch_goes_in_and_out_in_any_order(patch_first: bool, unpatch_first: bool) -> None:
+    gc.collect()
+    originals = [m.scaled_dot_product_attention for m in (base, llama, gpt_oss)]
+    if patch_first:
+        patch_mlx_lm_for_fused_sdpa()
+    subject = cache_of("rvq-4", 3)
+    want = with_sinks(gpt_oss, subject)
+    if not patch_first:
+        patch_mlx_lm_for_fused_sdpa()
+    assert is_patched() and mx.array_equal(with_sinks(gpt_oss, subject), want)
+    another = CodedKVCache()  # puts nothing in twice
+    assert mx.array_equal(with_sinks(gpt_oss, another), with_sinks(gpt_oss, another))
+    if unpatch_first:
+        unpatch_mlx_lm()
+        assert not is_patched() and mx.array_equal(with_sinks(gpt_oss, subject), want)
+    del subject, another
+    gc.collect()
+    assert not hook.is_installed()
+    assert is_patched() != unpatch_first and hasattr(gpt_oss.scaled_dot_product_attention, "_unpatched_attention") != unpatch_first
+    unpatch_mlx_lm()
+    subject = CodedKVCache()  # what lay beneath the other patch when the caches went goes with the next
+    del subject
+    gc.collect()
+    assert [m.scaled_dot_product_attention for m in (base, llama, gpt_oss)] == originals
+
+
+def test_a_model_file_with_sinks_that_is_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "mlx_lm.models.mimo_v2_flash"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    subject = cache_of("rvq-4", 3)
+    late = importlib.import_module(name)
+    caches = [subject, CodedKVCache()]  # those of the model's layers
+    assert mx.array_equal(with_sinks(late, caches[0]), with_sinks(gpt_oss, caches[0]))

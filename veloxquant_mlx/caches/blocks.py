@@ -45,7 +45,10 @@ class CodedRows:
 
     @cached_property
     def reader(self) -> RowReader:
-        return self.codec.row_reader(self.parts, self.shape)
+        reader = self.codec.row_reader(self.parts, self.shape)
+        # Forks in other threads read it too: no lazy array may be left in it. The parts as given are the tail's at times, still lazy.
+        mx.eval(reader.mean, [part for name, part in reader.parts.items() if part is not self.parts[name]])
+        return reader
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +117,7 @@ class Block:
             keys = rotate(keys, np.arange(self.first + start, self.first + stop), unrotated(rope), rope)
         return keys, values
 
-    def attend(self, q: mx.array, seen: Visibility, column: int, tile: int) -> tuple[mx.array, mx.array]:
+    def attend(self, q: mx.array, seen: Visibility, column: int, tile: int, after: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Attention of queries to these rows.
 
         Args:
@@ -122,6 +125,7 @@ class Block:
             seen: which rows each query sees.
             column: of the first row.
             tile: tokens at a time.
+            after: computed before the first tile is read.
 
         Returns:
             (out, lse): (H, R, D_v) and (H, R) float32; 0 and -inf for a query that sees none.
@@ -130,6 +134,8 @@ class Block:
         heads, rows, _ = q.shape
         most, total = mx.full((heads, rows, 1), -math.inf), mx.zeros((heads, rows, 1))
         out, centred = mx.zeros((heads, rows, self.v.shape[2])), mx.zeros((heads, rows, 1))
+        if after is not None:
+            (total,) = mx.depends([total], [after])
         for start in range(0, self.count, tile):
             stop = min(start + tile, self.count)
             mask = seen.tile(column + start, column + stop)
@@ -148,6 +154,8 @@ class Block:
                 centred = centred * fade + with_mean
             weights = weights if part.scale is None else weights * part.scale[:, None]
             out = out * fade + mx.matmul(weights, part.points)
+            # The next tile comes after all sums of this one: what they are taken of would else wait in memory, tile upon tile.
+            (total,) = mx.depends([total], [out, centred])
         norm = mx.where(total > 0, total, 1.0)
         out = values.unturned(out / norm)
         if values.mean is not None:

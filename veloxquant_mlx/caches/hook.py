@@ -19,9 +19,11 @@ from typing import Any
 from mlx_lm.models import base
 
 from veloxquant_mlx.caches.families import SINKS
+from veloxquant_mlx.metal import fused_sdpa
+from veloxquant_mlx.metal.fused_sdpa import is_patched
 
 SYMBOL = "quantized_scaled_dot_product_attention"
-_OURS = "_coded_attention"  # attribute of our functions: what they stand in for
+_OURS = "_coded_attention"  # attribute of our functions: themselves, as a wrapper around one may copy it, and what they stand in for
 _lock = threading.RLock()
 _holders = 0
 
@@ -37,7 +39,7 @@ def hold(cache: Any) -> None:
 
 def is_installed() -> bool:
     """Whether attention of mlx-lm reaches coded caches now."""
-    return hasattr(getattr(base, SYMBOL), _OURS)
+    return _routes(getattr(base, SYMBOL))
 
 
 def _release() -> None:
@@ -56,22 +58,33 @@ def _places() -> list[tuple[Any, str]]:
 def _install() -> None:
     for module, symbol in _places():
         original = getattr(module, symbol)
-        if not hasattr(original, _OURS):
+        if not _routes(original):
             setattr(module, symbol, _routed(original))
 
 
 def _uninstall() -> None:
     for module, symbol in _places():
-        original = getattr(getattr(module, symbol), _OURS, None)
+        ours, original = getattr(getattr(module, symbol), _OURS, (None, None))
         # Another patch that was put over ours since keeps it; ours then passes on what is not its own.
-        if original is not None:
-            setattr(module, symbol, original)
+        if ours is getattr(module, symbol):
+            # And one beneath ours that was taken out since is not put back.
+            gone = not is_patched() and hasattr(original, fused_sdpa._ORIGINAL)
+            setattr(module, symbol, getattr(original, fused_sdpa._ORIGINAL) if gone else original)
+
+
+def _routes(function: Any) -> bool:
+    """Whether ours is this function, or one that it wraps."""
+    while function is not None:
+        if getattr(function, _OURS, (None,))[0] is function:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _routed(original: Callable) -> Callable:
     parameters = signature(original)
 
-    @wraps(original)
+    @wraps(original, updated=())  # marks of other patches are theirs
     def attention(queries: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         attend = getattr(keys, "attend", None)
         if attend is None or keys is not values:
@@ -79,5 +92,5 @@ def _routed(original: Callable) -> Callable:
         call = parameters.bind(queries, keys, values, *args, **kwargs).arguments
         return attend(queries, call["scale"], call.get("mask"), call.get("sinks"))
 
-    setattr(attention, _OURS, original)
+    setattr(attention, _OURS, (attention, original))
     return attention

@@ -293,7 +293,7 @@ class Reader:
     @cached_property
     def rows(self) -> mx.array:
         """Where each component's values begin, (H D,)."""
-        return mx.arange(self.stage.size, dtype=mx.uint32) * WORDS
+        return mx.array(np.arange(self.stage.size, dtype=np.uint32) * np.uint32(WORDS))
 
     @cached_property
     def sums(self) -> list[mx.array]:
