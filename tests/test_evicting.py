@@ -25,7 +25,7 @@ from veloxquant_mlx.caches import evicting_rows, hook
 from veloxquant_mlx.caches.evicting import EvictingCache, H2OCache, KeyformerCache, QFiltersCache, gumbel, query_filters
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs._base import RoleName
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
 HEADS, GROUPS, DIM, VALUES = 2, 3, 16, 8
 BASE = 500.0
@@ -273,6 +273,14 @@ def test_chunks_do_not_change_the_choice(policy: str) -> None:
     np.testing.assert_array_equal(kept[0], kept[2])
 
 
+def test_sign_turns_the_filter_round() -> None:
+    positive, negative = make("qfilters", filters=-FILTERS), make("qfilters", sign=-1)
+    for subject in (positive, negative, other := make("qfilters")):
+        run(subject, [60, 1])
+    assert mx.array_equal(positive.store.arrays["values"], negative.store.arrays["values"])
+    assert not mx.array_equal(positive.store.arrays["values"], other.store.arrays["values"])
+
+
 def test_nan_leaves_last_and_ties_go_to_the_oldest() -> None:
     """In a chunk as in the kernel: keys of zeros give every row the same share; a NaN score outlives all others."""
     zeros, values = mx.zeros((1, HEADS, 40, DIM)), mx.arange(40.0)[None, None, :, None] * mx.ones((1, HEADS, 40, VALUES))
@@ -304,6 +312,33 @@ def test_renumbering_does_not_wear_keys_out(dtype: mx.Dtype) -> None:
         exact = np.stack([turn(np.array(keys, np.float64)[h, t], p) for p, t in enumerate(tokens[h])])
         error = np.abs(np.array(fetched[0][0, h].astype(mx.float32)) - exact)
         assert error.max() < 3 * 4 * float(mx.finfo(dtype).eps)  # |k| < 4: three roundings of half an ulp, with room
+
+
+@pytest.mark.parametrize("codec", [None, "raw"])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeSpec("yarn", DIM, periods=tuple(2.0 + 3 * i for i in range(DIM // 2)), magnitude=1.3),
+        RopeSpec("default", DIM // 2, pairing="interleaved", base=100.0, first=DIM // 2),
+        RopeSpec("linear", DIM - 4, base=100.0, scale=0.25),
+    ],
+    ids=["magnitude", "interleaved tail", "partial"],
+)
+def test_every_rope_is_renumbered(rope: RopeSpec, codec: str | None) -> None:
+    """After many moves, keys are those of their positions by the operator in float64."""
+    rows = layer()[0]
+    subject = make("qfilters", renumber=True, rope=rope, codec=codec)
+    for t in range(60):
+        key = rotate(mx.array(rows[:, t : t + 1]), [subject.offset], None, rope, method="exact")
+        fetched = subject.update_and_fetch(key[None], mx.full((1, HEADS, 1, VALUES), float(t)))
+    keys, values = fetched[0], fetched[1]
+    if codec is not None:
+        pieces = [*(block.rows() for block in keys.blocks), (keys.keys, keys.values)]
+        keys, values = (mx.concatenate(list(role), axis=1)[None] for role in zip(*pieces, strict=True))
+    for h, tokens in enumerate(np.array(values[0, :, :, 0]).astype(int)):
+        assert len(tokens) == BUDGET + 1 and tokens[12] > 20
+        wanted = rotate(mx.array(rows[h, tokens])[None], np.arange(len(tokens)), None, rope, method="exact")
+        np.testing.assert_allclose(np.array(keys[0, h]), np.array(wanted[0]), atol=3e-6)
 
 
 def test_noise_is_a_row_s_own() -> None:
@@ -472,6 +507,28 @@ def test_nbytes_are_those_of_the_rows() -> None:
     run(subject, [100])
     assert subject.nbytes == BUDGET * HEADS * 4 * (DIM + VALUES + 3)  # and score, noise, position
     assert subject.make_mask(5) == "causal" and subject.make_mask(5, return_array=True).shape == (5, BUDGET + 5)
+
+
+@pytest.mark.parametrize("codec", [None, "rvq-4:nocenter,sink=3,recent=6"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_but_the_rows_stays_in_memory(policy: str, codec: str | None) -> None:
+    """Neither the prompt that a slice is from, nor the graph of steps whose attention alone is evaluated, below the budget and above."""
+    subject = make(policy, 300, codec=codec)
+    rows, row = (mx.random.normal((1, HEADS, n, DIM)) for n in (1500, 1))
+    mx.eval(rows, row, gumbel(3, HEADS, 0, 1))
+    make(policy, 300, codec=codec).update_and_fetch(rows, rows)  # tables that are made once
+    gc.collect()
+    before, steps = mx.get_active_memory(), 100 if codec is None else 20
+    for count in (*[1] * steps, 1500, *[1] * steps):
+        fetched = subject.update_and_fetch(*[rows if count > 1 else row] * 2)
+        mx.eval([x if codec is None else (x.keys, x.values) for x in fetched])
+        if count > 1:
+            mx.eval(subject.state)
+        if subject.seen in (steps, steps + 1500, steps + 1500 + steps):
+            del fetched
+            gc.collect()
+            assert mx.get_active_memory() - before < 3 * subject.nbytes  # one step may still be pending
+    assert subject.size() == 300
 
 
 # --- generation ------------------------------------------------------------------------------------------------------------------
