@@ -386,7 +386,7 @@ class Archive:
         probes = self.check(model, allow_mismatch=allow_mismatch)
         placed = placements(self.decoder, model.model, probes)
         if decode:
-            placed = [replace(p, codes=False, reason="asked for") if p.codes else p for p in placed]
+            placed = [replace(p, codes=False, reason="asked for", grows=None) if p.codes else p for p in placed]
         casts: list[str] = []
         cache: list[Any] = []
         for i, (probe, placement) in enumerate(zip(probes, placed, strict=True)):
