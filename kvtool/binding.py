@@ -34,7 +34,7 @@ from veloxquant_mlx.codecs.tc import MAX_WIDTH, Tc
 from veloxquant_mlx.codecs.tcz import Tcz
 
 SAMPLE = 512  # rows of a role that codecs are compared on
-OWN_ROWS = 4096  # rows of a cache that its own tables are learnt from
+OWN_ROWS = 1 << 13  # rows of a cache that its own tables are learnt from, at most
 OWN_TOKENS = 1024  # of them that metrics are taken from
 ROLES: tuple[RoleName, ...] = ("k", "v")
 STEP_ROWS = 1024  # that the step of a rate is found on
@@ -168,7 +168,8 @@ class _Binder:
             if isinstance(self.plan.k, CommVqAdditive):
                 continue
             try:
-                tables[name] = build_tc(rows.pop(name))
+                start, stop = self.span(layer)
+                tables[name] = replace(build_tc(rows.pop(name)), own=stop - start <= OWN_ROWS)
             except ValueError as error:
                 self.reasons[name] = str(error)
         if not isinstance(self.plan.k, CommVqAdditive):
@@ -233,7 +234,11 @@ class _Binder:
     def _tc(self, digest: str | None, tables: Mapping[str, TcTables]) -> dict[tuple[str, str], Codec]:
         assert isinstance(self.plan.k, Tc)
         widths = widths_for(tables, self.plan.k.bits) if tables else {}
-        return {(name, role): self.plan.k.bind(role, own, widths[name], name, digest) for name, own in tables.items() for role in ROLES}
+        found: dict[tuple[str, str], Codec] = {}
+        for name, own in tables.items():
+            start, stop = self.span(self.layers[name])
+            found |= {(name, role): self.plan.k.bind(role, own, widths[name], name, digest, stop - start) for role in ROLES}
+        return found
 
     def _tcz(self, digest: str, tables: Mapping[str, TczTables], order: Sequence[str]) -> dict[tuple[str, str], Codec]:
         """Layers whose predecessor is not coded here have nothing to be predicted from."""

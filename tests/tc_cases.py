@@ -28,10 +28,10 @@ def tables(heads: int, dim: int) -> TcTables:
     return build_tc(layer(600, 7, heads, dim))
 
 
-def bound(spec: str, heads: int = 2, dim: int = 64) -> tuple[Tc, Tc]:
-    """The codecs of keys and of values, of one layer calibrated alone."""
+def bound(spec: str, heads: int = 2, dim: int = 64, tokens: int | None = None) -> tuple[Tc, Tc]:
+    """The codecs of keys and of values, of one layer calibrated alone; carried tables are sized for that many tokens."""
     codec, own = Tc.parse(spec, "k"), tables(heads, dim)
     assert codec is not None
     widths = widths_for({"0": own}, codec.bits)["0"]
-    k, v = (codec.bind(role, own, widths, "0", DIGEST) for role in ("k", "v"))
+    k, v = (codec.bind(role, own, widths, "0", DIGEST, tokens) for role in ("k", "v"))
     return k, v

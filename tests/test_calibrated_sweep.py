@@ -77,7 +77,10 @@ def test_carried_tables_count_once(tiny_a: LoadedModel, calibration: Calibration
     trip = parse_roundtrip("tc-3")
     binding = bind(trip.plan, layer_sources(snapshot.states, snapshot.probes), calibration, None)
     assert binding is not None
-    carried = {key: replace(c, carry=True, digest=None) for key, c in binding.codecs.items() if isinstance(c, Tc)}
+    sources = layer_sources(snapshot.states, snapshot.probes)
+    carrying = bind(parse_roundtrip("tc-3:carry").plan, sources, calibration, None, compare=False)
+    assert carrying is not None
+    carried = {key: c for key, c in carrying.codecs.items() if isinstance(c, Tc)}
     assert len(carried) == 2 * len(snapshot.states)
     counts = []
     for codecs in (binding.codecs, carried):

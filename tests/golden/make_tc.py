@@ -1,6 +1,7 @@
 """Write the frozen cases of tc: tables, parameters, parts and decoded rows. Run it once per version: `python -m tests.golden.make_tc`.
 
-A file that exists is never overwritten: what was written once must decode for ever.
+A file that exists is never overwritten: what was written once must decode for ever. Version 2 has carried tables of few bits; files of
+version 1 with carried tables were never released, and are no more.
 """
 
 import json
@@ -14,8 +15,8 @@ from tests.tc_cases import DIGEST, layer
 from veloxquant_mlx.allocators.transforms import TcTables, build_tc, widths_for
 from veloxquant_mlx.codecs.tc import Tc
 
-HERE = Path(__file__).parent / "tc" / "v1"
-CASES = {"2-h2-d16": "tc-2", "3.3-seed7-h2-d16": "tc-3.3:seed=7", "2-carry-h2-d16": "tc-2:carry"}
+HERE = Path(__file__).parent / "tc"
+CASES = {"v1/2-h2-d16": "tc-2", "v1/3.3-seed7-h2-d16": "tc-3.3:seed=7", "v2/2-carry-h2-d16": "tc-2:carry"}
 SHAPE = (2, 41, 16)
 
 
@@ -54,12 +55,12 @@ def read(path: Path) -> Case:
 
 
 def main() -> None:
-    HERE.mkdir(parents=True, exist_ok=True)
     tables = build_tc(layer(500, 3, SHAPE[0], SHAPE[2]))
     for name in CASES:
         path = HERE / f"{name}.npz"
         if path.exists():
             continue
+        path.parent.mkdir(parents=True, exist_ok=True)
         k, v, key_parts, value_parts, keys, values = encoded(name, tables)
         arrays = {f"table_{key}": array for key, array in tables.to_arrays().items()}
         arrays |= {f"{role}_{part}": np.array(a) for role, parts in (("k", key_parts), ("v", value_parts)) for part, a in parts.items()}

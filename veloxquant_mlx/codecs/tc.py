@@ -8,8 +8,10 @@ What the predictions leave of the values is turned by a rotation R and has 1 to 
 scale per row, <r, r> / <r, q>, in 6 bits: s = 2^(top - step code), 0 for the last code. The bits are handed out over keys and values of
 all layers together (`allocators.transforms.widths_for`), scales included.
 
-Tables are a calibration's, named by its digest, or carried as 8-bit parts. Codes stand in blocks of 32 tokens (`_components`), scales in
-blocks of 32 x 6 bits per head; `tc_attend` attends to them as they are.
+Tables are a calibration's, named by its digest, or carried: `back` as 8-bit numbers; `forward` as codes of 4 bits, which are enough as W
+makes up for it; and W as codes of 0 to 8 bits a row, by what the row saves over the tokens that are coded: from a component to its own
+head (`mix`) and to the others (`cross`). Codes stand in blocks of 32 tokens (`_components`), scales in blocks of 32 x 6 bits per head;
+`tc_attend` attends to them as they are.
 """
 
 import re
@@ -23,19 +25,25 @@ import numpy as np
 from formats.errors import ManifestError
 from veloxquant_mlx.allocators.shapes import MAX_BITS, SHAPES
 from veloxquant_mlx.allocators.transforms import (
+    FORWARD_BITS,
     GAUSSIAN,
     LEAST_RATE,
     MOST_RATE,
     SCALE_BITS,
     VALUE_BITS,
+    CarriedValues,
     KeyTables,
+    RowCodes,
     TcTables,
     TcWidths,
     ValueTables,
+    carried_values,
     dequantised,
+    joined,
     key_tables,
+    mix_widths,
     quantised,
-    rounded,
+    rounded_keys,
     value_tables,
 )
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, SMALLEST, Codec, Frame, Given, Layout, RoleName, Shape, reciprocal, token_blocks
@@ -70,6 +78,7 @@ class Tc(Codec):
         digest: of the calibration.
         keys: widths of the keys' components, a digit each, a string per head; None until bound.
         widths: values alone: a digit per head.
+        mix, cross: values with carried tables alone: a digit per component of the keys that has bits.
         tables: of the calibration, not part of what the codec is.
     """
 
@@ -81,6 +90,8 @@ class Tc(Codec):
     digest: str | None = None
     keys: tuple[str, ...] | None = None
     widths: tuple[str, ...] | None = None
+    mix: str | None = None
+    cross: str | None = None
     tables: TcTables | None = field(default=None, compare=False, repr=False)
     id: ClassVar[str] = "tc"
 
@@ -104,18 +115,25 @@ class Tc(Codec):
     def spec(self, role: RoleName | None = None) -> str:
         return f"tc-{self.bits:g}{':carry' if self.carry else ''}{'' if self.seed == DEFAULT_SEED else f':seed={self.seed}'}"
 
-    def bind(self, role: RoleName, tables: TcTables, widths: TcWidths, layer: str, digest: str | None = None) -> Self:
+    def bind(
+        self, role: RoleName, tables: TcTables, widths: TcWidths, layer: str, digest: str | None = None, tokens: int | None = None
+    ) -> Self:
         """The codec of one layer and role.
 
         Args:
             widths: of this layer, of `widths_for` over all layers.
             layer: its name in the calibration.
             digest: of the calibration; None, or `carry`, puts the tables into the file.
+            tokens: how many are coded, which carried tables are worth their size by; None: as many as the tables were learnt from.
         """
         carry = self.carry or digest is None
         bound = replace(self, role=role, carry=carry, layer=layer, digest=None if carry else digest, keys=widths.k)
         own = {"widths": widths.v} if role == "v" else {"widths": None, "seed": DEFAULT_SEED}  # keys are not rotated
-        return replace(bound, **own).with_tables(tables)
+        bound = replace(bound, **own, mix=None, cross=None).with_tables(tables)
+        if role == "k" or not carry:
+            return bound
+        mix, cross = mix_widths(tables, bound.key_widths, tables.rows if tokens is None else tokens)
+        return replace(bound, mix="".join(map(str, mix.tolist())), cross="".join(map(str, cross.tolist())))
 
     @property
     def grows(self) -> bool:
@@ -145,6 +163,7 @@ class Tc(Codec):
         params = {"role": self.role, "bits": self.bits, "keys": list(self.keys or ())}
         if self.role == "v":
             params |= {"widths": list(self.widths or ()), "rotation": ROTATION, "seed": self.seed}
+            params |= {"mix": self.mix, "cross": self.cross} if self.carry else {}
         return params | {"tables": CARRIED if self.carry else self.digest, "layer": self.layer}
 
     @classmethod
@@ -175,7 +194,14 @@ class Tc(Codec):
             raise ManifestError(f"rotation must be {ROTATION!r}, but got {rotation!r:.40}")
         if type(seed) is not int or not 0 <= seed < SEEDS:
             raise ManifestError(f"seed must be an integer in [0, 2**63), but got {seed!r:.40}")
-        return replace(codec, seed=seed, widths=tuple(widths))
+        codec = replace(codec, seed=seed, widths=tuple(widths))
+        if not carry:
+            return codec
+        rows, used = {name: params.get(name) for name in ("mix", "cross")}, int((codec.key_widths > 0).sum())
+        for name, digits in rows.items():
+            if not isinstance(digits, str) or not re.fullmatch(rf"[0-{MAX_BITS}]{{{used}}}", digits, re.ASCII):
+                raise ManifestError(f"{name} must be {used} digits 0..{MAX_BITS}, but got {digits!r:.40}")
+        return replace(codec, **rows)
 
     def default_frame(self, role: RoleName) -> Frame:
         return "pre" if role == "k" else "post"
@@ -201,8 +227,8 @@ class Tc(Codec):
         }
         if self.carry:
             parts |= {"k_mean": ("F32", (heads, dim)), "v_mean": ("F32", (heads, dim))}
-            parts |= {"forward": ("I8", (used, dim)), "forward_step": ("F32", (used,))}
-            parts |= {"mix": ("I8", (used, heads * dim)), "mix_step": ("F32", (used,))}
+            for name, (size, widths) in self._carried_rows.items():
+                parts |= {name: ("U8", (1, -(-size // BLOCK), 4 * int(widths.sum()))), f"{name}_step": ("F32", (used,))}
         return parts
 
     def encode(self, x: mx.array, given: Given | None = None) -> dict[str, mx.array]:
@@ -246,6 +272,14 @@ class Tc(Codec):
         self._size()
         return np.array([int(digit) for digit in self.widths or ()])
 
+    @cached_property
+    def _carried_rows(self) -> dict[str, tuple[int, np.ndarray]]:
+        """Numbers in each row, and bits of each row (n,), of the parts that hold rows of tables."""
+        heads, dim = self._size()
+        bits = [np.array([int(digit) for digit in digits or ""], np.int64) for digits in (self.mix, self.cross)]
+        forward = np.full(int((self.key_widths > 0).sum()), FORWARD_BITS)
+        return {"forward": (dim, forward), "mix": (dim, bits[0]), "cross": ((heads - 1) * dim, bits[1])}
+
     def checked(self, parts: dict[str, mx.array], shape: Shape) -> dict[str, mx.array]:
         """The parts of rows (H, S, D), or a ValueError that says which does not fit."""
         return self._checked_parts(parts, self.layout(shape, mx.float32))
@@ -276,11 +310,10 @@ class Tc(Codec):
             raise ManifestError(f"[{self.id}] part 'range' must be within {TOP} and one of {STEPS} for each head, but got {got}.")
         if self.carry:
             k_mean, v_mean = np.array(parts["k_mean"]), np.array(parts["v_mean"])
-            forward, mix = (
-                dequantised(np.array(parts[name]), np.array(parts[f"{name}_step"])).astype(np.float32) for name in ("forward", "mix")
-            )
-            self._check_tables(k_mean=k_mean, v_mean=v_mean, forward_step=forward, mix_step=mix)
-            tables = ValueTables(k_mean, v_mean, forward, mix)
+            rows = {name: self._unpacked(parts, name) for name in self._carried_rows}
+            self._check_tables(k_mean=k_mean, v_mean=v_mean, **{f"{name}_step": table for name, table in rows.items()})
+            mix = joined(rows["mix"], rows["cross"], np.nonzero(self.key_widths)[0])
+            tables = ValueTables(k_mean, v_mean, rows["forward"], mix)
         else:
             tables = self._value_tables
         return ValueReader(self.key_widths, self.value_widths, tables, self.seed, limits)
@@ -311,13 +344,29 @@ class Tc(Codec):
 
     @cached_property
     def _key_tables(self) -> KeyTables:
-        tables = self._own_tables()
-        return rounded(tables, self.key_widths)[0] if self.carry else key_tables(tables, self.key_widths)
+        return (rounded_keys if self.carry else key_tables)(self._own_tables(), self.key_widths)
+
+    @cached_property
+    def _carried_values(self) -> CarriedValues:
+        mix, cross = (self._carried_rows[name][1] for name in ("mix", "cross"))
+        return carried_values(self._own_tables(), self.key_widths, mix, cross)
 
     @cached_property
     def _value_tables(self) -> ValueTables:
-        tables = self._own_tables()
-        return rounded(tables, self.key_widths)[1] if self.carry else value_tables(tables, self.key_widths)
+        return self._carried_values.tables() if self.carry else value_tables(self._own_tables(), self.key_widths)
+
+    def _packed(self, name: str, rows: RowCodes) -> dict[str, mx.array]:
+        """The parts of rows of tables."""
+        size, widths = self._carried_rows[name]
+        codes = np.zeros((len(widths), -(-size // BLOCK) * BLOCK), np.uint8)
+        codes[:, :size] = rows.codes
+        return {name: _rows_of(widths).pack(codes), f"{name}_step": mx.array(rows.step)}
+
+    def _unpacked(self, parts: dict[str, mx.array], name: str) -> np.ndarray:
+        """Rows of tables, (n, size) float32, from their parts."""
+        size, widths = self._carried_rows[name]
+        points = np.array(_rows_of(widths).unpack(parts[name][0])).swapaxes(0, 1).reshape(len(widths), -1)[:, :size]
+        return points * np.array(parts[f"{name}_step"])[:, None]
 
     def _encode_keys(self, x: mx.array) -> dict[str, mx.array]:
         tables = self._key_tables
@@ -369,9 +418,9 @@ class Tc(Codec):
         }
         if self.carry:
             parts |= {"k_mean": mx.array(tables.k_mean), "v_mean": mx.array(tables.v_mean)}
-            for name, table in (("forward", tables.forward), ("mix", tables.mix)):
-                codes, step = quantised(table)
-                parts |= {name: mx.array(codes), f"{name}_step": mx.array(step)}
+            carried = self._carried_values
+            for name, rows in (("forward", carried.forward), ("mix", carried.mix), ("cross", carried.cross)):
+                parts |= self._packed(name, rows)
         return parts
 
 
@@ -481,6 +530,11 @@ def _per_head(widths: np.ndarray, rows: np.ndarray) -> np.ndarray:
     full = np.zeros((*widths.shape, rows.shape[1]), rows.dtype)
     full[widths > 0] = rows
     return full
+
+
+def _rows_of(widths: np.ndarray) -> Components:
+    """Codes of rows of tables, packed as components are, columns in place of tokens."""
+    return Components(widths, np.full(len(widths), GAUSSIAN), unbiased=False)
 
 
 def _sums(a: np.ndarray, b: np.ndarray, heads: tuple[int, int, int]) -> np.ndarray:

@@ -6,7 +6,7 @@ Of a tile, the components y^ of all heads are read once, and shared by the G que
     m, l = running maximum of s and sum of e^(s - m)       (online softmax, Milakov and Gimelshein 2018)
     z    = sum over tokens of e^(s - m) u q_v              the value codes' points q_v times their scales u, in the rotated domain
     c    = sum over tokens of e^(s - m) y^                 the components of every head
-    out  = v_mean + (W^T turn^T c + R^T z) / l,   turn = back forward      once, outside the sum; turn is I but for 8-bit tables
+    out  = v_mean + (W^T turn^T c + R^T z) / l,   turn = back forward      once, outside the sum; turn is I but for carried tables
 
 Multiply-adds per token and query head: D for the score, D for z, H D for c (H KV heads; m of them have bits), and its share of building the
 key, D^2 / G. Keys anchored to blocks of B tokens, whose queries are turned into the basis once per block, would take D^2 / B in its place,
