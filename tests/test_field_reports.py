@@ -234,7 +234,7 @@ def test_case_21_codes_of_a_window_go_on_as_the_run_that_was_not_interrupted(fam
         assert all(isinstance(c, CodedKVCache) for c in restored.cache)
         used, rest = tokens[: restored.usable], tokens[restored.usable :]
         for mine, own in zip(run(model, restored.cache, rest, plan), run(model, fill(model, used), rest, plan), strict=True):
-            assert relative(mine, own) < 1e-3, count
+            assert relative(mine, own) < 0.01, count  # a row too many or too few gives 0.1 and more
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mamba"])
