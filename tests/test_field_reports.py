@@ -222,7 +222,7 @@ def test_case_20_codes_that_were_trimmed_are_not_saved(tmp_path: Path) -> None:
             assert mx.array_equal(back.keys, live.keys[..., :length, :]) and mx.array_equal(back.values, live.values[..., :length, :])
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama-sliding"])
+@pytest.mark.parametrize("family", ["gemma3_text", "cohere2", "llama-sliding"])
 def test_case_21_codes_of_a_window_go_on_as_the_run_that_was_not_interrupted(family: str, tmp_path: Path) -> None:
     """Rings were read by their logical length. Here a window on codes goes on as the run that was never saved would, up to what 8 bits a
     value change, for every length around the window."""
