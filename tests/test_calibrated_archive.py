@@ -13,8 +13,8 @@ import kvtool
 from formats.calibration import digest_of, from_bytes, to_bytes
 from formats.container import open_container
 from formats.errors import DigestError, IncompatibleError, ManifestError
+from kvtool import binding, calibrations
 from kvtool import calibration_store as store
-from kvtool import calibrations
 from kvtool.archive import write_archive
 from kvtool.binding import bind, layer_sources, metric_of
 from kvtool.calibrations import Calibration
@@ -26,7 +26,8 @@ from kvtool.states import CacheState
 from tests.library import calibration_of, digests, f64, ids, rewrite, tiny
 from tests.texts import text
 from veloxquant_mlx import codecs
-from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.allocators.transforms import TcTables, mix_widths
+from veloxquant_mlx.codecs import parse_codec, tc
 from veloxquant_mlx.codecs._base import Codec, Frame, Given, Layout, RoleName, Shape
 
 WINDOW = ",sink=4,recent=16"
@@ -137,6 +138,28 @@ def test_self_calibrated(snapshot: Snapshot, tiny_a: LoadedModel, tmp_path: Path
     short = kvtool.capture(tiny_a, list(snapshot.tokens or ())[:50])
     with pytest.raises(ValueError, match="64 tokens at least"):
         kvtool.save(short, tmp_path / "x.kv", codec="tc-3" + WINDOW, model=tiny_a)
+
+
+@pytest.mark.parametrize("most", (1 << 13, 150))
+def test_own_tables_are_sized_for_the_rows_they_code(most: int, snapshot: Snapshot, tiny_a: LoadedModel, monkeypatch: Any) -> None:
+    """Tables learnt from all rows that they code need no caution; from some of them, they do."""
+    monkeypatch.setattr(binding, "OWN_ROWS", most)
+    plan, sources = parse_codec("tc-3" + WINDOW), layer_sources(snapshot.states, snapshot.probes)
+    moments = binding.own_moments(tiny_a, snapshot.tokens, plan)
+    asked = []
+
+    def sized(tables: TcTables, widths: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        asked.append(tokens)
+        return mix_widths(tables, widths, tokens)
+
+    monkeypatch.setattr(tc, "mix_widths", sized)
+    found = bind(plan, sources, None, lambda: moments, compare=False)
+    assert found is not None
+    coded = TOKENS - 20
+    assert asked == [coded] * len(snapshot.states)
+    for codec in found.codecs.values():
+        assert isinstance(codec, tc.Tc) and codec.tables is not None
+        assert codec.tables.own == (most > coded) and codec.tables.rows == min(most, coded)
 
 
 def test_roles_go_together(snapshot: Snapshot, calibration: Calibration, tmp_path: Path) -> None:

@@ -454,6 +454,13 @@ def test_wide_rows_are_predicted_from_their_own_heads() -> None:
     mix, cross = mix_widths(table, widths, 100)
     assert mix.any() and not cross.any()
     assert mix_widths(table, widths, 100_000)[1].any()
+    # W is then the best of that form, not the best of all with a part left out.
+    keys, most = rounded_keys(table, widths), np.full(len(mix), 8)
+    alone, joint = (carried_values(table, widths, most, bits).tables() for bits in (0 * most, most))
+    own = np.arange(128) // 16 == np.nonzero(widths)[0][:, None]
+    assert not alone.mix[~own].any()
+    left = [left_of(table, widths, keys.back, keys.forward, f)[0] for f in (alone, replace(joint, mix=np.where(own, joint.mix, 0)))]
+    assert np.all(left[0] < left[1])
 
 
 def test_an_outlier_leaves_the_other_scales_alone() -> None:
