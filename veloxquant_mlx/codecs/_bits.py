@@ -11,8 +11,6 @@ import mlx.core as mx
 import numpy as np
 
 _MASKS = (0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF, 0x00000000FFFFFFFF)  # the lower lane of each pair, by step
-# Codes looked up at once: a table row gives that many values, and the table stays within a core's cache (1 MiB at most).
-_TOGETHER = {1: 8, 2: 4, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 1}
 
 
 def packed_bytes(dim: int, bits: int) -> int:
@@ -59,16 +57,14 @@ def lookup(packed: mx.array, codebook: tuple[float, ...], dim: int) -> mx.array:
         (..., dim) float32.
     """
     bits = len(codebook).bit_length() - 1
-    together = _TOGETHER[bits]
-    if together * bits == 8:
-        index = packed
-    elif together * bits == 16:
-        index = _pad_last(packed, packed.shape[-1] % 2).view(mx.uint16)
-    else:
-        steps = {4: 1, 2: 2}[together]  # leave lanes of four or of two codes unsplit
-        index = _split(packed, bits, dim, steps).view(mx.uint32 if together == 4 else mx.uint16)
-    values = mx.take(_table(codebook, together), index, axis=0)
-    return values.reshape(*packed.shape[:-1], index.shape[-1] * together)[..., :dim]
+    # Bytes hold whole pairs of codes, or are split into lanes of one pair each.
+    index = packed if 8 % bits == 0 else _split(packed, bits, dim, 2).view(mx.uint16)
+    tables = _tables(codebook)
+    # Numbers of 64 bits along the axis of a flat table: on a CPU, MLX's gather of rows takes four times as long.
+    found = [mx.take_along_axis(table, index.reshape(index.size), axis=0) for table in tables]
+    values = (found[0] if len(found) == 1 else mx.stack(found, axis=-1)).view(mx.float32)
+    width = index.shape[-1] * len(tables) * (1 if bits == 8 else 2)
+    return values.reshape(*packed.shape[:-1], width)[..., :dim]
 
 
 def _split(packed: mx.array, bits: int, dim: int, steps: int) -> mx.array:
@@ -93,10 +89,14 @@ def _pad_last(x: mx.array, count: int) -> mx.array:
 
 
 @lru_cache(maxsize=32)
-def _table(codebook: tuple[float, ...], together: int) -> mx.array:
-    """(2**(bits * together), together) float32: the codewords of that many neighbouring codes, by their joint bits."""
-    bits = len(codebook).bit_length() - 1
-    index = np.arange(1 << bits * together)[:, None] >> (bits * np.arange(together)) & (1 << bits) - 1
-    table = mx.array(np.asarray(codebook, dtype=np.float32)[index])
-    mx.eval(table)
-    return table
+def _tables(codebook: tuple[float, ...]) -> list[mx.array]:
+    """Flat tables, one for each pair of codes that an index of `lookup` holds: both codewords as one uint64; of 8 bits, one as float32."""
+    bits, values = len(codebook).bit_length() - 1, np.asarray(codebook, dtype=np.float32)
+    if bits == 8:
+        tables = [mx.array(values)]
+    else:
+        codes = 8 // bits if 8 % bits == 0 else 2
+        index = np.arange(1 << bits * codes)[:, None] >> (bits * np.arange(codes)) & (1 << bits) - 1
+        tables = [mx.array(values[index[:, i : i + 2]]).view(mx.uint64).reshape(len(index)) for i in range(0, codes, 2)]
+    mx.eval(tables)
+    return tables

@@ -47,7 +47,7 @@ from veloxquant_mlx.codecs._base import (
     Shape,
     token_blocks,
 )
-from veloxquant_mlx.codecs._bits import pack, packed_bytes, unpack
+from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 
 Per = Literal["channel", "token"]
@@ -155,7 +155,7 @@ class Affine(Codec):
 
     def _decode_block(self, parts: dict[str, mx.array], dim: int) -> mx.array:
         """Rows of whole groups (or to the end), float32."""
-        x = unpack(parts["codes"], self.bits, dim).astype(mx.float32)
+        x = lookup(parts["codes"], tuple(map(float, range(1 << self.bits))), dim)
         scale, zero = (parts[part].astype(mx.float32) for part in ("scale", "zero"))
         axis = 1 if self.per == "channel" else 2
         if x.shape[axis] % self.group:
