@@ -398,7 +398,10 @@ def test_codecs_that_cannot_follow(codec: str, message: str) -> None:
         H2OCache(16, codec=codec)
 
 
-@pytest.mark.parametrize("arguments", [{"budget": 1.5}, {"budget": 16, "renumber": 1}, {"budget": 16, "renumber": True, "rope": "half"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"budget": 1.5}, {"budget": 16, "codec": 4}, {"budget": 16, "renumber": 1}, {"budget": 16, "renumber": True, "rope": "half"}],
+)
 def test_arguments_of_another_type(arguments: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"\[H2OCache\]"):
         H2OCache(**arguments)

@@ -9,8 +9,8 @@ then the cache evicts down to its budget. At no other time does it hold more.
 Scores. A cache sees keys, not queries, so H2O and Keyformer take each new key as its own query, as `allocators.eviction` does: row i
 receives softmax(K k_new / sqrt(D))_i, the new row starts at 0, and a row ends where score + tau * noise is lowest. The S tokens of one
 forward are scored, and evict, one after another: which rows stay does not depend on how a prompt is cut into forwards (up to the
-rounding of a float32 sum), but for `renumber`, where the distances of one forward's keys are those that the model gave them. Q-Filters'
-score is a projection of the key, taken anew at each eviction.
+rounding of a float32 sum), but for `renumber`, where the distances of one forward's keys are those that the model gave them, and for
+`codec`, as rows are coded between forwards. Q-Filters' score is a projection of the key, taken anew at each eviction.
 
 Positions. mlx-lm rotates queries and new keys by `offset`, hence it decides which positions survivors can have:
 
@@ -20,7 +20,8 @@ Positions. mlx-lm rotates queries and new keys by `offset`, hence it decides whi
 
 Codes. With `codec`, rows older than the codec's exact ones are held as codes (before RoPE where survivors move, else as cached), and one
 that is evicted leaves them. Attention and scores read them a tile at a time (`caches.blocks`). Rows come one by one, so the codec must
-code each by itself; a codec that centres rows takes the mean of the rows that were exact when the first left, for good.
+code each by itself; a codec that centres rows takes the mean of the rows that were exact when the first left, for good. Every update
+waits for its rows to be coded.
 """
 
 import json
@@ -89,7 +90,10 @@ class EvictingCache(_BaseCache):
             hold(self)
 
     def _checked_plan(self, spec: str) -> CodecPlan:
-        name, plan = type(self).__name__, parse_codec(spec)
+        name = type(self).__name__
+        if not isinstance(spec, str):
+            raise TypeError(message(name, "codec", "a spec string or None", type(spec).__name__))
+        plan = parse_codec(spec)
         for role, codec in (("k", plan.k), ("v", plan.v)):
             shown = f"{codec.spec(role)} for {'keys' if role == 'k' else 'values'}"
             alone = "a codec that codes each row by itself (rvq-4, rabitq-4, affine-4:token)"
