@@ -134,6 +134,7 @@ class Block:
         heads, rows, _ = q.shape
         most, total = mx.full((heads, rows, 1), -math.inf), mx.zeros((heads, rows, 1))
         out, centred = mx.zeros((heads, rows, self.v.shape[2])), mx.zeros((heads, rows, 1))
+        shared: mx.array | None = None
         if after is not None:
             (total,) = mx.depends([total], [after])
         for start in range(0, self.count, tile):
@@ -152,14 +153,19 @@ class Block:
             if values.mean is not None:
                 with_mean = mx.sum(weights, axis=-1, keepdims=True) if part.centred is None else mx.matmul(weights, part.centred[..., None])
                 centred = centred * fade + with_mean
+            if part.shared is not None:
+                sums = mx.matmul(weights, part.shared)
+                shared = sums if shared is None else shared * fade + sums
             weights = weights if part.scale is None else weights * part.scale[:, None]
             out = out * fade + mx.matmul(weights, part.points)
             # The next tile comes after all sums of this one: what they are taken of would else wait in memory, tile upon tile.
-            (total,) = mx.depends([total], [out, centred])
+            (total,) = mx.depends([total], [out, centred, *([] if shared is None else [shared])])
         norm = mx.where(total > 0, total, 1.0)
         out = values.unturned(out / norm)
         if values.mean is not None:
             out = out + centred / norm * values.mean[:, None]
+        if shared is not None:
+            out = out + values.of_shared(shared / norm)
         return out, (most + mx.log(total))[..., 0]
 
     def _span(self, role: str, start: int, stop: int) -> tuple[int, int]:

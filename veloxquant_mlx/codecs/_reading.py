@@ -1,11 +1,12 @@
 """Rows of codes as attention reads them: a tile of tokens at a time, in coordinates that spare the work that a query can do once.
 
-    x^[s] = scale[s] R^T points[s] + centred[s] mean            R: the codec's rotation, or none; scale and centred: or 1
+    x^[s] = scale[s] R^T points[s] + centred[s] mean + M shared[s]
 
+R is the codec's rotation, or none; scale and centred may be 1; shared entries, of values alone, come from other rows of the tile.
 Dot products and weighted sums of rows need no more than `points`:
 
     <w, x^[s]>      = scale[s] <R w, points[s]> + centred[s] <w, mean>
-    sum_s p_s x^[s] = R^T sum_s (p_s scale[s]) points[s] + (sum_s p_s centred[s]) mean
+    sum_s p_s x^[s] = R^T sum_s (p_s scale[s]) points[s] + (sum_s p_s centred[s]) mean + M sum_s p_s shared[s]
 
 A codec that has such coordinates says so with a reader of its own (`Codec.row_reader`); of any other the points are its decoded rows.
 """
@@ -26,11 +27,13 @@ class Tile:
         points: (H, n, D) float32.
         scale: (H, n) float32, or None for 1.
         centred: (H, n) float32, 1 where the row has the mean and 0 where not, or None: all rows where there is a mean.
+        shared: (n, C) float32, what rows of all heads have a linear share of besides (`RowReader.of_shared`), or None.
     """
 
     points: mx.array
     scale: mx.array | None = None
     centred: mx.array | None = None
+    shared: mx.array | None = None
 
 
 class RowReader:
@@ -83,6 +86,10 @@ class RowReader:
         by_group = slice(first // group, -(-last // group))
         spans = {part: slice(first, last) if one_by_one else by_group for part, one_by_one in self._by_token.items()}
         return {part: x[:, spans[part]] if part in spans else x for part, x in sliced.items()}
+
+    def of_shared(self, sums: mx.array) -> mx.array:
+        """What weighted sums of `shared` add to weighted sums of rows: (H, R, C) -> (H, R, D)."""
+        raise NotImplementedError(f"{type(self).__name__} has tiles without shared entries")
 
     def turned(self, x: mx.array) -> mx.array:
         """R x along the last axis."""

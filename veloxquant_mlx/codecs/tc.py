@@ -49,8 +49,10 @@ from veloxquant_mlx.allocators.transforms import (
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, SMALLEST, Codec, Frame, Given, Layout, RoleName, Shape, reciprocal, token_blocks
 from veloxquant_mlx.codecs._bits import unpack
 from veloxquant_mlx.codecs._components import BLOCK, Components
+from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS
 from veloxquant_mlx.codecs._rotation import rotate, unrotate
+from veloxquant_mlx.codecs.tc_reading import TcKeyRows, TcValueRows
 
 CARRIED = "carried"
 MAX_HEADS = 1024
@@ -260,6 +262,9 @@ class Tc(Codec):
             mx.eval(out)
         return out
 
+    def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+        return (TcKeyRows if self.role == "k" else TcValueRows)(self, self.checked(parts, shape), shape)
+
     @cached_property
     def key_widths(self) -> np.ndarray:
         """(H, D) int."""
@@ -330,6 +335,10 @@ class Tc(Codec):
                 raise ManifestError(
                     f"[{self.id}] part {name!r} must be finite, but {np.count_nonzero(~np.isfinite(table))} values are not."
                 )
+
+    def checked_keys(self, given: Given | None, shape: Shape) -> mx.array:
+        """The decoded keys that values of this shape are predicted from, float32 (H, S, D)."""
+        return self._given_keys(given, shape)["k"]
 
     def _given_keys(self, given: Given | None, shape: Shape) -> dict[str, mx.array]:
         rows = self._checked_given(given, shape)
@@ -465,10 +474,13 @@ class ValueReader:
         self.first = mx.array((np.arange(self.heads) * (ZERO + 1)).astype(np.uint32))[:, None]
         mx.eval(self.k_mean, self.v_mean, self.forward, self.mix, self.sizes, self.first)
 
+    def inputs(self, keys: mx.array) -> mx.array:
+        """The components that values are predicted from: decoded keys (H, blocks, n, D) -> (H, blocks, n, D), float32."""
+        return mx.clip(mx.matmul(mx.clip(keys - self.k_mean, -_FAR, _FAR), self.forward), -_WILD, _WILD)
+
     def predict(self, keys: mx.array) -> mx.array:
         """Decoded keys (H, blocks, 32, D) -> (H, blocks, 32, D), float32."""
-        y = mx.matmul(mx.clip(keys - self.k_mean, -_FAR, _FAR), self.forward)
-        y = mx.clip(y, -_WILD, _WILD).transpose(1, 2, 0, 3).reshape(-1, BLOCK, self.heads * self.dim)
+        y = self.inputs(keys).transpose(1, 2, 0, 3).reshape(-1, BLOCK, self.heads * self.dim)
         return mx.matmul(y, self.mix).reshape(-1, BLOCK, self.heads, self.dim).transpose(2, 0, 1, 3) + self.v_mean
 
     def scales(self, part: mx.array) -> mx.array:
@@ -476,14 +488,14 @@ class ValueReader:
         codes = unpack(part.reshape(len(part), self.heads, -1), SCALE_BITS, BLOCK).astype(mx.uint32)
         return mx.take(self.sizes, codes + self.first).transpose(1, 0, 2)
 
-    def scaled(self, parts: dict[str, mx.array], tiles: slice) -> mx.array:
-        """What is added to the predictions, before it is rotated back: (H, blocks, 32, D) float32."""
-        q = self.components.unpack(parts["codes"][0, tiles]).reshape(-1, self.heads, self.dim, BLOCK).transpose(1, 0, 3, 2)
-        return q * self.scales(parts["scales"][0, tiles])[..., None]
+    def points(self, part: mx.array) -> mx.array:
+        """(blocks, bytes) uint8 -> (H, blocks, 32, D) float32: codewords, in the rotated domain."""
+        return self.components.unpack(part).reshape(-1, self.heads, self.dim, BLOCK).transpose(1, 0, 3, 2)
 
     def added(self, parts: dict[str, mx.array], tiles: slice) -> mx.array:
-        """What is added to the predictions."""
-        return unrotate(self.scaled(parts, tiles), self.seed)
+        """What is added to the predictions, (H, blocks, 32, D) float32."""
+        scaled = self.points(parts["codes"][0, tiles]) * self.scales(parts["scales"][0, tiles])[..., None]
+        return unrotate(scaled, self.seed)
 
 
 def scale_codes(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from tests.tc_cases import bound, layer
-from veloxquant_mlx.codecs.tc_attend import attend
-from veloxquant_mlx.metal._attend import merge_parts
+from veloxquant_mlx.caches.blocks import Block, CodedRows, merged
+from veloxquant_mlx.caches.visibility import Visibility
+from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
 HEADS, GROUP, DIM = 2, 3, 64
@@ -60,21 +62,42 @@ def check(got: tuple[mx.array, mx.array], wanted: tuple[np.ndarray, np.ndarray],
     np.testing.assert_allclose(np.array(got[1]), wanted[1], atol=1e-4)
 
 
+def attend(
+    q: mx.array,
+    k: Tc,
+    key_parts: dict,
+    v: Tc,
+    value_parts: dict,
+    first: int,
+    tokens: int,
+    rope: RopeSpec | None,
+    seen: Visibility | None = None,
+    tile: int = 256,
+) -> tuple[mx.array, mx.array]:
+    """Block.attend, in the shapes of the oracle."""
+    shape = (HEADS, tokens, DIM)
+    keys, values = CodedRows(k, key_parts, shape, mx.float32, rope), CodedRows(v, value_parts, shape, mx.float32)
+    seen = Visibility(q.shape[1], GROUP, tokens) if seen is None else seen
+    out, lse = Block(keys, values, tokens, first).attend(q.reshape(HEADS, -1, DIM) / math.sqrt(DIM), seen, 0, tile)
+    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+
 @pytest.mark.parametrize("spec", ("tc-2", "tc-3.5", "tc-2:carry"))
-@pytest.mark.parametrize(("tokens", "tile"), ((1, 32), (31, 64), (200, 32), (200, 96), (321, 256)))
+@pytest.mark.parametrize(("tokens", "tile"), ((1, 32), (31, 64), (200, 32), (200, 96), (321, 256), (321, 50)))
 def test_is_attention_to_the_decoded_rows(spec: str, tokens: int, tile: int) -> None:
     k, key_parts, v, value_parts, keys, values = coded(spec, tokens)
-    q, positions = queries(5, 0.5), np.arange(tokens) + 17
-    got = attend(q, k, key_parts, v, value_parts, positions, ROPE, scale=1 / math.sqrt(DIM), tile=tile)
-    check(got, oracle(q, keys, values, positions, ROPE, None), values)
+    q = queries(5, 0.5)
+    got = attend(q, k, key_parts, v, value_parts, 17, tokens, ROPE, tile=tile)
+    check(got, oracle(q, keys, values, np.arange(tokens) + 17, ROPE, None), values)
 
 
-def test_causal_by_positions_and_queries_that_see_nothing() -> None:
+def test_queries_that_see_a_part_or_nothing() -> None:
     k, key_parts, v, value_parts, keys, values = coded("tc-2", 150)
-    positions, at = np.arange(150) * 2, np.array([-1, 0, 63, 64, 170, 999])
+    positions, at = np.arange(150), np.array([-1, 0, 63, 64, 120, 149])
     q = queries(6)
+    mask = mx.array(np.tile(at[:, None] >= positions, (GROUP, 1))[None])
     for tile in (32, 64, 160):
-        got = attend(q, k, key_parts, v, value_parts, positions, ROPE, scale=1 / math.sqrt(DIM), query_positions=at, tile=tile)
+        got = attend(q, k, key_parts, v, value_parts, 0, 150, ROPE, Visibility(6, GROUP, 150, mask=mask), tile)
         check(got, oracle(q, keys, values, positions, ROPE, at), values)
     assert np.all(np.array(got[0])[:, 0] == 0) and np.all(np.isneginf(np.array(got[1])[:, 0]))
 
@@ -82,54 +105,43 @@ def test_causal_by_positions_and_queries_that_see_nothing() -> None:
 @pytest.mark.parametrize("rope", (None, RopeSpec("default", DIM, pairing="interleaved", base=500.0)))
 def test_other_rotations(rope: RopeSpec | None) -> None:
     k, key_parts, v, value_parts, keys, values = coded("tc-2", 70)
-    got = attend(queries(2), k, key_parts, v, value_parts, np.arange(70), rope, scale=1 / math.sqrt(DIM), tile=64)
+    got = attend(queries(2), k, key_parts, v, value_parts, 0, 70, rope, tile=64)
     check(got, oracle(queries(2), keys, values, np.arange(70), rope, None), values)
 
 
 def test_merges_with_attention_to_exact_rows() -> None:
     """Coded rows and a window kept exact, attended apart."""
     k, key_parts, v, value_parts, keys, values = coded("tc-2", 96)
-    rng, q, scale = np.random.default_rng(5), queries(3), 1 / math.sqrt(DIM)
+    rng, q = np.random.default_rng(5), queries(3)
     new_k, new_v = (mx.array(rng.standard_normal((HEADS, 20, DIM)).astype(np.float32)) for _ in range(2))
-    out, lse = attend(q, k, key_parts, v, value_parts, np.arange(96), ROPE, scale=scale)
     turned = rotate(new_k, np.arange(96, 116), None, ROPE)
-    scores = mx.matmul(q.reshape(HEADS, -1, DIM), turned.swapaxes(1, 2)) * scale
-    window = mx.matmul(mx.softmax(scores, axis=-1), new_v).reshape(q.shape), mx.logsumexp(scores, axis=-1).reshape(q.shape[:2])
-    merged = merge_parts([out, window[0]], [lse, window[1]])
+    grouped, seen = q.reshape(HEADS, -1, DIM) / math.sqrt(DIM), Visibility(3, GROUP, 116)
+    shape = (HEADS, 96, DIM)
+    coded_rows = CodedRows(k, key_parts, shape, mx.float32, ROPE), CodedRows(v, value_parts, shape, mx.float32)
+    parts = [Block(*coded_rows, 96, 0).attend(grouped, seen, 0, 64), Block.exact(turned, new_v, 96).attend(grouped, seen, 96, 64)]
+    out, lse = merged(parts)
     whole = [mx.concatenate(pair, axis=1) for pair in ((keys, new_k), (values, new_v))]
-    check(merged, oracle(q, *whole, np.arange(116), ROPE, None), whole[1])
+    check((out.reshape(q.shape), lse.reshape(q.shape[:2])), oracle(q, *whole, np.arange(116), ROPE, None), whole[1])
 
 
-def test_no_row_of_all_tokens_is_made() -> None:
-    tokens = 1 << 16
-    k, key_parts, v, value_parts, *_ = coded("tc-2", 320)
-    again = tokens // 320 + 1
-    key_parts, value_parts = (
-        {name: mx.tile(part, (1, again, 1))[:, : tokens // 32] if part.ndim == 3 else part for name, part in parts.items()}
-        for parts in (key_parts, value_parts)
-    )
-    mx.eval(key_parts, value_parts)
-    q, positions = queries(1), np.arange(tokens)
-    mx.eval(q)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    mx.eval(attend(q, k, key_parts, v, value_parts, positions, ROPE, scale=0.125))
-    # The keys alone would be 32 MiB; a tile's are 128 KiB, and some ten arrays of a tile live at once.
-    assert mx.get_peak_memory() - before < tokens * DIM * 4 / 4
+def test_values_predicted_from_keys_of_another_codec() -> None:
+    """Keys that fell back to another codec, and components beyond what values may be predicted from."""
+    _, v = bound("tc-2", HEADS, DIM)
+    rows = layer(64, 7, HEADS, DIM)
+    x, w = (mx.array(np.ascontiguousarray(a.swapaxes(0, 1)).astype(np.float32)) for a in (rows.k, rows.v))
+    x = mx.where(mx.arange(64)[:, None] == 9, 1e4 * x, x)
+    exact = CodedRows.encoded(parse_codec("raw").k, x, 0)
+    parts = v.encode(w, {"k": x})
+    values = v.decode(parts, w.shape, mx.float32, {"k": x})
+    q = queries(4, 1e-4)
+    block = Block(exact, CodedRows(v, parts, w.shape, mx.float32), 64, 0)
+    out, lse = block.attend(q.reshape(HEADS, -1, DIM) / math.sqrt(DIM), Visibility(4, GROUP, 64), 0, 32)
+    check((out.reshape(q.shape), lse.reshape(q.shape[:2])), oracle(q, x, values, np.arange(64), None, None), values)
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_parts_that_do_not_fit_are_refused() -> None:
     k, key_parts, v, value_parts, *_ = coded("tc-2", 40)
-    at = np.arange(40)
-    for change, message in (
-        ({"q": queries(1)[:5]}, "H_q a multiple of 2"),
-        ({"positions": at * 0.5}, "positions must be"),
-        ({"positions": np.arange(80)}, "part 'codes' must be"),
-        ({"tile": 40}, "multiple of 32, but got 40"),
-        ({"query_positions": at}, r"query_positions must be \(1,\)"),
-        ({"keys": v}, "roles 'v' and 'v'"),
-        ({"value_parts": {}}, "part 'codes' is missing"),
-    ):
-        given = {"q": queries(1), "keys": k, "key_parts": key_parts, "values": v, "value_parts": value_parts, "positions": at} | change
-        with pytest.raises(ValueError, match=message):
-            attend(rope=ROPE, scale=1.0, **given)
+    with pytest.raises(ValueError, match="part 'codes' must be"):
+        attend(queries(1), k, key_parts, v, value_parts, 0, 80, ROPE)
+    with pytest.raises(ValueError, match="part 'codes' is missing"):
+        attend(queries(1), k, key_parts, v, {}, 0, 40, ROPE)
