@@ -250,8 +250,7 @@ class BatchCodedKVCache(_BaseCache):
         self._tail = _grown(joined, length - self._start)
 
     def _blocks(self) -> list[Block]:
-        """Of all rows, those that several rows hold once."""
-        return list({id(block): block for row in self._rows for block in row.blocks}.values())
+        return [block for row in self._rows for block in row.blocks]
 
     def _first_column(self) -> int:
         """The first column of a row that is in a tail."""
