@@ -23,8 +23,9 @@ from veloxquant_mlx.allocators.additive import build_additive
 from veloxquant_mlx.caches import blocks as blocks_module
 from veloxquant_mlx.caches import coded as coded_module
 from veloxquant_mlx.caches import hook
-from veloxquant_mlx.caches.blocks import Block, CodedRows, merged, tile_tokens
-from veloxquant_mlx.caches.coded import BLOCK, MERGED, STEP, CodedKVCache, Growth
+from veloxquant_mlx.caches.batch import BatchCodedKVCache
+from veloxquant_mlx.caches.blocks import MERGED, Block, CodedRows, merged, tile_tokens
+from veloxquant_mlx.caches.coded import BLOCK, STEP, CodedKVCache, Growth
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import Codec, parse_codec
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
@@ -609,10 +610,10 @@ def test_any_sequence_of_operations_is_that_of_a_kv_cache(seed: int, monkeypatch
 # --- memory ----------------------------------------------------------------------------------------------------------------------
 
 
-def step_peak(subject: CodedKVCache, heads: int, dim: int, count: int = 1) -> int:
+def step_peak(subject: Any, heads: int, dim: int, count: int = 1, batch: int = 1) -> int:
     """Bytes that attention of new queries takes at its peak, beyond what was there."""
-    fetched, _ = subject.update_and_fetch(*(x[None] for x in sample(count, 7, heads, dim)))
-    q = queries(count, 3, heads, dim)[None]
+    fetched, _ = subject.update_and_fetch(*(mx.repeat(x[None], batch, axis=0) for x in sample(count, 7, heads, dim)))
+    q = mx.repeat(queries(count, 3, heads, dim)[None], batch, axis=0)
     mx.eval(fetched.attend(q, 1.0, None))  # tables of angles and codes are made once
     mx.synchronize()
     mx.clear_cache()
@@ -643,6 +644,8 @@ def test_no_array_of_all_rows_is_made(spec: str, monkeypatch: pytest.MonkeyPatch
         assert step_peak(CodedKVCache((whole,)), heads, dim, count) < limit
         assert step_peak(CodedKVCache(single), heads, dim, count) < limit + 2 * MERGED * results
         assert count == 1 or limit < tiles // 3 * scores
+        forks = BatchCodedKVCache.merge([CodedKVCache(single)] * 2)
+        assert step_peak(forks, heads, dim, count, 2) < limit + 12 * scores + 4 * MERGED * results
     monkeypatch.setattr(blocks_module, "TILE_VALUES", {"cpu": tiles * one, "gpu": tiles * one})
     assert step_peak(CodedKVCache((whole,)), heads, dim) > tiles * one
 

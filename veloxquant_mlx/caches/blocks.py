@@ -8,7 +8,7 @@ a row in another codec's decoder falls on the query, and on the sum (`codecs._re
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from veloxquant_mlx.transfer.rope import RopeSpec, cos_sin, half_split, rotate, 
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
 TILE_STEP = 64  # tokens of a tile are a multiple of it
+MERGED = 8  # blocks whose results are held beside each other
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,6 +242,16 @@ def tile_tokens(heads: int, dim: int) -> int:
     """Tokens of a tile for keys of that many heads and entries, by the device that MLX uses."""
     values = TILE_VALUES["gpu" if mx.default_device() == mx.gpu else "cpu"]
     return max(1, values // (heads * dim) // TILE_STEP) * TILE_STEP
+
+
+def attend(blocks: Iterable[tuple[Block, int]], q: mx.array, seen: Visibility, tile: int) -> tuple[mx.array, mx.array]:
+    """Attention to blocks, each given with the column of its first row, one after another: at no time are tiles of two in memory."""
+    parts: list[tuple[mx.array, mx.array]] = []
+    for block, column in blocks:
+        parts.append(block.attend(q, seen, column, tile, parts[-1][0] if parts else None))
+        if len(parts) == MERGED:  # results of many queries take more room than tiles
+            parts = [merged(parts)]
+    return merged(parts)
 
 
 def merged(parts: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
