@@ -92,17 +92,26 @@ def test_every_codec_gives_the_logits_of_its_decoded_rows(spec: str, tiny_a: Loa
     assert_goes_on_alike(tiny_a, fork.cache, kvtool.load(path, tiny_a, decode=True, calibration=calibration).cache, [1, 9])
 
 
-@pytest.mark.parametrize(
-    ("spec", "grows"), [("rvq-2+2", "k=rvq-2+2,v=rvq-2+2"), ("commvq-2", "k=rvq-2,v=rvq-4"), ("tc-2", "k=tc-2,v=tc-2")]
-)
+GROWS = {
+    "rvq-2+2": "k=rvq-2+2,v=rvq-2+2",
+    "rvq-4,frame=pre": "k=rvq-4,v=rvq-4",
+    "rvq-4,frame=post": "k=rvq-4,v=rvq-4",
+    "commvq-2": "k=rvq-2,v=rvq-4",
+    "tc-2": "k=tc-2,v=tc-2",
+}
+
+
+@pytest.mark.parametrize(("spec", "grows"), GROWS.items())
 def test_later_rows_join_as_the_note_says(spec: str, grows: str, tiny_a: LoadedModel, file: Callable, calibration: Calibration) -> None:
     codes = kvtool.load(file(spec), tiny_a, calibration=calibration)
     assert codes.notes[0].endswith(f"later rows join as {grows}") and codes.layers[0].grows == grows
     before = len(codes.cache[0].blocks)
+    framed = codes.cache[0].blocks[1].k.rope
+    assert (framed is None) == spec.endswith("frame=post")
     run(tiny_a, codes.cache, ids(300), [300])
     run(tiny_a, codes.cache, ids(1), [1])
     new = codes.cache[0].blocks[before:]
-    assert [(b.first, b.count) for b in new] == [(TOKENS, 256)]
+    assert [(b.first, b.count) for b in new] == [(TOKENS, 256)] and new[0].k.rope == framed
     assert f"k={new[0].k.codec.spec('k')},v={new[0].v.codec.spec('v')}" == grows and codes.cache[0].growth.recent == 32
 
 
