@@ -651,7 +651,7 @@ def test_no_array_of_all_rows_is_made(spec: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_layer_of_32_thousand_rows_is_read_in_tiles() -> None:
-    """The shape of SmolLM2's layers: keys and values are 50 MB as float32; a step over their codes takes under 4."""
+    """The shape of SmolLM2's layers: keys and values are 50 MB as float32; a step over their codes takes under 7."""
     heads, dim, count = 3, 64, 1 << 15
     plan = parse_codec("rvq-4")
     rng = np.random.default_rng(0)
@@ -663,7 +663,7 @@ def test_a_layer_of_32_thousand_rows_is_read_in_tiles() -> None:
         mx.eval(parts)
         coded.append(CodedRows(codec, parts, (heads, count, dim), mx.float32, rope))
     peak = step_peak(CodedKVCache((Block(*coded, count, 0),)), heads, dim)
-    assert peak < 4 << 20 < 4 * heads * dim * count / 5, peak
+    assert peak < 7 << 20 < 4 * heads * dim * count / 3, peak
 
 
 def test_memory_stays_flat_over_many_steps() -> None:

@@ -207,6 +207,9 @@ class _RotatedReader(RowReader):
     def tile(self, start: int, stop: int, given: Given | None = None, after: mx.array | None = None) -> Tile:
         return self.codec._tile(self.sliced(start, stop, after), self.shape[2])
 
+    def sides(self, start: int, stop: int) -> Tile:
+        return self.tile(start, stop)  # lazy: nothing is looked up
+
 
 def encode_centred(
     codec: Codec, x: mx.array, center: bool, encode_block: Callable[[mx.array, mx.array | None], dict[str, mx.array]]
