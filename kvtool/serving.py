@@ -27,14 +27,14 @@ def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str
     Args:
         model: the model to serve, the only one.
         prompts: caches of this model, of which every request takes the longest that its prompt begins with; they are shared, never copied.
-        options: of mlx_lm.server, such as ["--port", "8081"]; --model and --kv-bits are not among them.
+        options: of mlx_lm.server, such as ["--port", "8081"]; --model, --kv-bits and --draft-model are not among them.
         codec: how the caches of other prompts are kept in memory; None: as mlx-lm keeps them.
 
     Raises:
         IncompatibleError: a prompt without token ids, or a cache of the server's own that the codec cannot be used for.
         ValueError: options that do not go with coded caches.
     """
-    for refused in ("--model", "--kv-bits", "--adapter-path"):
+    for refused in ("--model", "--kv-bits", "--adapter-path", "--draft-model"):
         if any(option == refused or option.startswith(f"{refused}=") for option in options):
             raise ValueError(f"[serve] {refused} is not taken here.")
     if any(restored.tokens is None for restored in prompts):

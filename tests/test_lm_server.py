@@ -84,7 +84,7 @@ def test_a_port_in_use_ends_the_server_with_an_error(file: Path) -> None:
     assert done.returncode == 1 and "error:" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("option", ["--model", "--kv-bits", "--adapter-path=x"])
+@pytest.mark.parametrize("option", ["--model", "--kv-bits", "--adapter-path=x", "--draft-model"])
 def test_options_that_do_not_go_with_it_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=option.partition("=")[0]):
         serve(kvtool.load_model("tiny-a"), [], [option, "8"])
