@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models.cache
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from veloxquant_mlx.caches.batch import BatchCodedKVCache
@@ -282,6 +283,11 @@ class CodedKVCache(_BaseCache):
         unique = {id(part): part.nbytes for block in self.blocks for coded in (block.k, block.v) for part in coded.parts.values()}
         return sum(unique.values()) + sum(x.nbytes for x in self._tail or ())
 
+    def specs(self) -> set[str]:
+        """Specs of the lossy codecs that hold rows now, such as "k=rvq-4,v=rvq-4"."""
+        lossy = [block for block in self.blocks if not (isinstance(block.k.codec, Raw) and isinstance(block.v.codec, Raw))]
+        return {f"k={block.k.codec.spec('k')},v={block.v.codec.spec('v')}" for block in lossy}
+
     def is_trimmable(self) -> bool:
         """False once a window has dropped rows that a shorter sequence would see."""
         return not self.window or self.offset == self.columns
@@ -292,8 +298,8 @@ class CodedKVCache(_BaseCache):
         Raises:
             ValueError: n is negative, or rows that a shorter sequence would see have left the window.
         """
-        if n < 0:
-            raise ValueError(f"[CodedKVCache] n must be an integer of at least 0, but got {n}.")
+        if type(n) is not int or n < 0:
+            raise ValueError(f"[CodedKVCache] n must be an integer of at least 0, but got {n!r}.")
         if n and not self.is_trimmable():
             held = f"{self.columns} of {self.offset} rows are here"
             raise ValueError(f"[CodedKVCache] n must be 0 once rows have left the window of {self.window} ({held}), but got {n}.")
@@ -359,6 +365,8 @@ class CodedKVCache(_BaseCache):
 
 
 BatchCodedKVCache.single = CodedKVCache
+# mlx-lm looks the classes of a prompt-cache file up in its own module.
+mlx_lm.models.cache.CodedKVCache = CodedKVCache
 
 
 def _sizes(block: Block) -> tuple[int, int, int]:
