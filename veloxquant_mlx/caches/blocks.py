@@ -19,7 +19,7 @@ from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs._base import Codec
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
-from veloxquant_mlx.transfer.rope import RopeSpec, cos_sin, half_split, rotate, unrotated
+from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, rotate, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
 TILE_STEP = 64  # tokens of a tile are a multiple of it
@@ -211,19 +211,22 @@ class _Keys:
         # Of all tiles together only what goes with the points is read; their points, tile by tile.
         whole = reader.tile(begin, end, after=after) if len(tiles) == 1 else reader.sides(begin, end)
         given = {"k": _decoded(reader, whole)} if rows else None
-        table = None if self.rope is None else cos_sin(self.rope, position, position + end - begin)
         dots: list[mx.array] = []
+        means: list[mx.array] = []
         for start, stop in tiles:
             part = whole if len(tiles) == 1 else reader.tile(start, stop, after=dots[-1] if dots else after)
-            if table is None:
+            if self.rope is None:
                 dots.append(mx.matmul(self.q, part.points.swapaxes(1, 2)))
-            else:
-                dots.append(self._turned_dots(reader.unturned(part.points), table[start - begin : stop - begin]))
-        scores = dots[0] if len(dots) == 1 else mx.concatenate(dots, axis=-1)
+                continue
+            table = cos_sin(self.rope, position + start - begin, position + stop - begin)
+            dots.append(self._turned_dots(reader.unturned(part.points), table))
+            if self.by_mean is not None:
+                means.append(mx.matmul(self.by_mean, table.swapaxes(0, 1)) + self.by_rest)
+        scores = _joined(dots)
         scores = scores if whole.scale is None else scores * whole.scale[:, None]
         if self.by_mean is None:
             return scores, given
-        by_mean = self.by_mean if table is None else mx.matmul(self.by_mean, table.swapaxes(0, 1)) + self.by_rest
+        by_mean = _joined(means) if means else self.by_mean
         return scores + (by_mean if whole.centred is None else whole.centred[:, None] * by_mean), given
 
     def _turned_dots(self, x: mx.array, table: mx.array) -> mx.array:
@@ -240,6 +243,10 @@ class _Keys:
         return sum((mx.matmul(self.q[..., at], x[..., at].swapaxes(1, 2)) for at in stays), dots)
 
 
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
 def _decoded(reader: RowReader, tile: Tile) -> mx.array:
     """Rows of a tile, (H, n, D) float32."""
     x = reader.unturned(tile.points)
@@ -253,7 +260,7 @@ def _decoded(reader: RowReader, tile: Tile) -> mx.array:
 def tile_tokens(heads: int, dim: int) -> int:
     """Tokens of a tile for keys of that many heads and entries, by the device that MLX uses."""
     values = TILE_VALUES["gpu" if mx.default_device() == mx.gpu else "cpu"]
-    return max(1, values // (heads * dim) // TILE_STEP) * TILE_STEP
+    return min(PAGE, max(1, values // (heads * dim) // TILE_STEP) * TILE_STEP)
 
 
 def attend(blocks: Iterable[tuple[Block, int]], q: mx.array, seen: Visibility, tile: int) -> tuple[mx.array, mx.array]:
