@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.cuda_attend_cases import COMPILED
 from tests.cuda_mutations import CUDA_MUTATIONS, cases_of, mutated, reaches
-from veloxquant_mlx.selftest.case import Mutation
+from veloxquant_mlx.metal._backend import forced
+from veloxquant_mlx.selftest.case import Case, Mutation
 from veloxquant_mlx.selftest.cases import CASES
 from veloxquant_mlx.selftest.run import Dispatch, dispatches
 
@@ -113,11 +116,21 @@ def compile_text(text: str) -> str | None:
     return None
 
 
+def cuda_dispatches(cases: Iterable[Case]) -> list[Dispatch]:
+    """`dispatches` as on CUDA: it draws the cases after it has set the back end to Metal, and here that is changed while it does."""
+
+    def drawn() -> Iterator[Case]:
+        with forced("cuda"):
+            yield from cases
+
+    return dispatches(drawn())
+
+
 @pytest.fixture(scope="module")
 def by_function(request: pytest.FixtureRequest) -> dict[str, list[Dispatch]]:
     selected = {item.name for item in request.session.items}
     chosen = [f for f in functions if f"test_cuda_compiles[{f}]" in selected]
-    return {f: dispatches(case for case in CASES if case.function == f) for f in chosen}
+    return {f: cuda_dispatches(case for case in (*CASES, *COMPILED) if case.function == f) for f in chosen}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +156,7 @@ def test_cuda_compiles(function: str, by_function: dict[str, list[Dispatch]], al
 
 def changed(mutation: Mutation) -> list[Dispatch]:
     """What the named cases dispatch to the mutated kernels."""
-    found = [d for d in dispatches(cases_of(mutation)) if reaches(mutation, d.kernel)]
+    found = [d for d in cuda_dispatches(cases_of(mutation)) if reaches(mutation, d.kernel)]
     return [replace(d, kernel=mutated(d.kernel, mutation)) for d in found]
 
 
