@@ -72,7 +72,8 @@ FORK_CODECS: dict[str, tuple[int, float | None]] = {"rvq-4": (LONG, 1.15), "tc-2
 AGENTS, JOINING, DECODED = 16, 20, 8
 OWN = "own cache"
 # arm -> percentage points that it may lie below the own cache, if anything is required.
-PASSKEY_ARMS: dict[str, float | None] = {OWN: None, "rvq-4": 2.0, "affine-4": 2.0, "tc-2.5": 5.0, "rvq-2": 5.0}
+# `tc` has no target: its tables are of a corpus without passkeys, which two models of four layers made for them do not resemble.
+PASSKEY_ARMS: dict[str, float | None] = {OWN: None, "rvq-4": 2.0, "affine-4": 2.0, "rvq-2": 5.0, "tc-2.5": None}
 OTHER_ARMS: dict[str, float | None] = {OWN: None, "rvq-4": None, "tc-2.5": None}
 OTHER_PROMPTS, OTHER_TOKENS, OTHER_SEED, BLOCK = 50, 500, 1, 10
 # What files and answers are kept under: digests of the sources that they depend on.
