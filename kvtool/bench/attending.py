@@ -36,7 +36,7 @@ CODECS = (
     *("rvq-4", "rvq-2", "affine-4", "rabitq", "tc-2.05", "vecinfer-1"),
     *("k=rvq-2+2:nocenter,v=rvq-4:nocenter", "k=rabitq:nocenter,v=rvq-4:nocenter"),  # without means, as kernel functions take them
 )
-MLX_BITS = (8, 4)
+MLX_BITS, TORCH = (8, 4), (2, 5)
 PREFILL_DIM = 128  # largest D of the prefill kernels
 GIVEN = "float64 attention to the rows given"
 NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
@@ -122,18 +122,26 @@ def _attention(
     keys, values = head_rows(made)
     against = oracle.INDEPENDENT if independently_decoded(made) else oracle.OWN
     stored = parts_bytes(made)
-    check = _lazily(lambda: oracle.attention(oracle.to_numpy(q) * size.scale, keys, values, size.kv_heads, query), compute, against)
+    check = _check(size, q, keys, values, compute, against, query)
     return Prepared(run, check, stored + between + 2 * q.nbytes, size.values, 8 * stored / size.values)
 
 
-def _lazily(want: Callable[[], tuple[np.ndarray, float]], compute: mx.Dtype, against: str) -> Callable[[Any], Checked]:
-    """A check whose oracle is computed once, when it is first needed."""
+def _check(
+    size: Size,
+    q: mx.array,
+    keys: oracle.HeadRows,
+    values: oracle.HeadRows,
+    compute: mx.Dtype,
+    against: str,
+    query: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Callable[[Any], Checked]:
+    """A check of attention to rows, whose oracle is computed once, when it is first needed."""
     known: list[tuple[np.ndarray, float]] = []
 
     def check(out: Any) -> Checked:
         if not known:
-            known.append(want())
-        return oracle.attention_check(*known[0], compute, against)(out)
+            known.append(oracle.attention(oracle.to_numpy(q) * size.scale, keys, values, size.kv_heads, query))
+        return oracle.attention_check(*known[0], size.tokens, compute, against)(out)
 
     return check
 
@@ -249,12 +257,9 @@ def _sdpa(q: mx.array, k: mx.array, v: mx.array, size: Size) -> mx.array:
 
 def _given(run: Callable[[], Any], size: Size, q: mx.array, k: mx.array, v: mx.array, compute: mx.Dtype) -> Prepared:
     """A row that attends to rows as they are."""
-
-    def want() -> tuple[np.ndarray, float]:
-        heads = [lambda b, h, x=x: oracle.to_numpy(x[b, h]) for x in (k, v)]
-        return oracle.attention(oracle.to_numpy(q) * size.scale, heads[0], heads[1], size.kv_heads)
-
-    return Prepared(run, _lazily(want, compute, GIVEN), k.nbytes + v.nbytes + 2 * q.nbytes, size.values, 8.0 * k.dtype.size)
+    heads = [lambda b, h, x=x: oracle.to_numpy(x[b, h]) for x in (k, v)]
+    check = _check(size, q, heads[0], heads[1], compute, GIVEN)
+    return Prepared(run, check, k.nbytes + v.nbytes + 2 * q.nbytes, size.values, 8.0 * k.dtype.size)
 
 
 def _in_dtype(size: Size, dtype: mx.Dtype, seed: int) -> list[mx.array]:
@@ -298,9 +303,7 @@ def _mlx_lm(bits: int, size: Size, dtype: mx.Dtype, seed: int) -> Case:
             return quantized_scaled_dot_product_attention(own, keys, values, size.scale, mask, group_size=group, bits=bits)
 
         heads = [lambda b, h, x=x: oracle.mlx_decoded(x, bits, group, (b, h)) for x in (keys, values)]
-        check = _lazily(
-            lambda: oracle.attention(oracle.to_numpy(q) * size.scale, heads[0], heads[1], size.kv_heads), dtype, oracle.INDEPENDENT
-        )
+        check = _check(size, q, heads[0], heads[1], dtype, oracle.INDEPENDENT)
         stored = sum(part.nbytes for triplet in (keys, values) for part in triplet)
         return Prepared(run, check, stored + 2 * q.nbytes, size.values, 8 * stored / size.values)
 
@@ -314,6 +317,8 @@ def _torch(size: Size, dtype: mx.Dtype, seed: int) -> Case:
     if importlib.util.find_spec("torch") is None:
         return Case(FAMILY, name, _unprepared, REFERENCE, needs="torch is not installed")
     torch: Any = import_module("torch")
+    if (found := tuple(map(int, torch.__version__.split(".")[:2]))) < TORCH:
+        return Case(FAMILY, name, _unprepared, REFERENCE, needs=f"torch must be {TORCH} or later for grouped queries, and is {found}")
     place = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.cuda.get_device_name() if place == "cuda" else None
     finish = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize, "cpu": lambda: None}[place]

@@ -3,8 +3,9 @@
 `encode` is what a cache does with rows that leave its tail: keys back before RoPE where the codec stores them so, then both roles.
 `decode` rebuilds both roles in the dtype that models run in, keys in the frame they are stored in.
 
-Codes may lose |x - x^|^2 of at most 4 * 2^(-2 bits) + 2^-12 of the rows' energy about their means, bits without side information: Gaussian
-rows lose 2^(-2 bits) at best and 2.7 times that with a scalar table. Decoding is compared with NumPy's where that knows the codec.
+Codes may lose |x - x^|^2 of at most c 2^(-2 bits) + 2^-12 of the rows' energy about their means, with bits without side information and
+c = 4, or 8 in two stages: Gaussian rows lose 2^(-2 bits) at best and 2.7 times that with a scalar table. `affine` may lose
+4 / (2^bits - 1)^2, as it spreads its points between extremes, `qjl` 1 / bits. Decoding is compared with NumPy's where that knows the codec.
 """
 
 import math
@@ -19,8 +20,14 @@ from kvtool.bench.attending import NAMES
 from kvtool.bench.measuring import Case, Checked, Prepared
 from kvtool.bench.rows import BASE, Rows, Size, blocks, head_rows, independently_decoded, parts_bytes, plan_of, rope_of, rows
 from veloxquant_mlx import metal
-from veloxquant_mlx.caches.blocks import Block, CodedRows
+from veloxquant_mlx.caches.blocks import Block
 from veloxquant_mlx.caches.coded import Growth
+from veloxquant_mlx.codecs import Codec
+from veloxquant_mlx.codecs._base import DTYPES, Shape
+from veloxquant_mlx.codecs._rotated import RotatedCodec
+from veloxquant_mlx.codecs.affine import Affine
+from veloxquant_mlx.codecs.qjl import Qjl
+from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
 CODECS = ("rvq-4", "rvq-2", "affine-4", "rabitq", "rabitq-4", "tc-2.05", "vecinfer-1")
@@ -120,20 +127,29 @@ def lost(read: dict[str, oracle.HeadRows], made: tuple[Block, ...], given: Rows,
     """
     worst = 0.0
     for role, x in (("k", given.k), ("v", given.v)):
-        bits = code_bits(getattr(made[0], role))
+        coded = getattr(made[0], role)
         error = energy = 0.0
         for b in range(x.shape[0]):
             for h in range(x.shape[1]):
                 own = oracle.to_numpy(x[b, h])
                 error += float(np.square(read[role](b, h) - own).sum())
                 energy += float(np.square(own - own.mean(axis=0)).sum())
-        worst = max(worst, error / energy / (4 * 2.0 ** (-2 * bits) + SPARE))
+        worst = max(worst, error / energy / allowed(coded.codec, coded.shape))
     return Checked(f"{against}: lost energy over its limit", worst, 1.0)
 
 
-def code_bits(coded: CodedRows) -> float:
-    """Bits a value of the codes alone, without side information."""
-    return 8 * sum(part.nbytes for name, part in coded.parts.items() if name.startswith("codes") or name == "data") / math.prod(coded.shape)
+def allowed(codec: Codec, shape: Shape) -> float:
+    """Share of the rows' energy about their means that codes of rows of that shape may lose."""
+    layout = codec.layout(shape, mx.float32)
+    codes = [DTYPES[dtype].size * math.prod(size) for name, (dtype, size) in layout.items() if name.startswith("codes")]
+    if isinstance(codec, Raw) or not codes:
+        return SPARE
+    bits = 8 * sum(codes) / math.prod(shape)
+    if isinstance(codec, Qjl):
+        return 1 / bits
+    if isinstance(codec, Affine):
+        return 4 / (2**codec.bits - 1) ** 2 + SPARE
+    return (8 if isinstance(codec, RotatedCodec) and len(codec.codebooks) == 2 else 4) * 2.0 ** (-2 * bits) + SPARE
 
 
 def _decoding(spec: str, size: Size, dtype: mx.Dtype, seed: int) -> Prepared:

@@ -22,7 +22,7 @@ import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from kvtool.archive import save
-from kvtool.bench.coding import SPARE
+from kvtool.bench.coding import allowed
 from kvtool.bench.measuring import Case, Checked, Prepared
 from kvtool.bench.oracle import to_numpy
 from kvtool.bench.rows import Law
@@ -251,27 +251,18 @@ def _exact(caches: Sequence[Any], snapshot: Snapshot) -> Checked:
 
 def _restored(caches: Sequence[Any], snapshot: Snapshot, spec: str) -> Checked:
     """Values of a lossless file must be those saved; of a lossy one, lose no more energy than `coding` allows codes of as many bits."""
-    if parse_codec(spec).lossless:
+    plan = parse_codec(spec)
+    if plan.lossless:
         return _exact(caches, snapshot)
     worst = 0.0
     for cache, state in zip(caches, snapshot.states, strict=True):
-        for got, want in zip((cache.keys, cache.values), (state.k, state.v), strict=True):
+        for got, want, codec in ((cache.keys, state.k, plan.k), (cache.values, state.v, plan.v)):
             assert isinstance(want, mx.array)
             own = to_numpy(want)
-            lost = np.square(to_numpy(got[0, :, : want.shape[1]]) - own).sum()
-            bits = _nominal(spec)
-            worst = max(worst, float(lost / np.square(own - own.mean(axis=1, keepdims=True)).sum() / (4 * 2.0 ** (-2 * bits) + SPARE)))
+            lost = np.square(to_numpy(got[0, :, : want.shape[1]]) - own).sum() / np.square(own - own.mean(axis=1, keepdims=True)).sum()
+            heads, rows, dim = want.shape
+            worst = max(worst, float(lost / allowed(codec, (heads, rows, dim))))
     return Checked("the rows that were saved: lost energy over its limit", worst, 1.0)
-
-
-def _nominal(spec: str) -> float:
-    """Bits a value of the coarser role's codes, for long arrays."""
-    plan, shape = parse_codec(spec), (1, 1024, 64)
-    found = []
-    for codec in (plan.k, plan.v):
-        layout = codec.layout(shape, mx.float32)
-        found.append(8 * sum(int(np.prod(size)) for name, (_, size) in layout.items() if name.startswith("codes")) / int(np.prod(shape)))
-    return min(bits or 16.0 for bits in found)
 
 
 # --- the first token

@@ -4,9 +4,10 @@ Codes of raw, rvq, rabitq, affine and of mlx's own quantisation are decoded here
 the codec itself, whole; attention, which reads them tile by tile, is then checked against those rows.
 
     error of attention = max over queries of |out - want| / |want|
-    limit              = eps (16 + 4 max |score|) + eps_out
+    limit              = eps (16 + 4 max |score|) + eps_float32 S / LANES + eps_out
 
-eps is of the dtype that scores are computed in, eps_out of the result's: a score s is off by a few eps |s|, and so is its weight.
+eps is of the dtype that scores are computed in, eps_out of the result's: a score s is off by a few eps |s|, and so is its weight. Sums over
+S tokens are of float32, one term after another in a few lanes.
 """
 
 import math
@@ -25,6 +26,7 @@ from veloxquant_mlx.codecs.affine import Affine
 from veloxquant_mlx.codecs.raw import Raw
 
 EPS = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
+LANES = 16
 OWN, INDEPENDENT = "float64 attention to the rows that the codec itself decodes", "float64 attention to rows decoded in NumPy"
 
 HeadRows = Callable[[int, int], np.ndarray]  # (sequence, KV head) -> (S, D) float64
@@ -139,8 +141,8 @@ def attention(
     return np.stack(out).reshape(batch, heads, count, -1), largest
 
 
-def attention_check(want: np.ndarray, largest: float, compute: mx.Dtype, against: str) -> Callable[[Any], Checked]:
-    """Checks (B, H_q, Q, D) results of attention whose scores are computed in a dtype."""
+def attention_check(want: np.ndarray, largest: float, tokens: int, compute: mx.Dtype, against: str) -> Callable[[Any], Checked]:
+    """Checks (B, H_q, Q, D) results of attention to so many tokens whose scores are computed in a dtype."""
 
     def check(out: Any) -> Checked:
         if tuple(out.shape) != want.shape:
@@ -148,7 +150,8 @@ def attention_check(want: np.ndarray, largest: float, compute: mx.Dtype, against
         got = to_numpy(out) if isinstance(out, mx.array) else np.asarray(out, np.float64)
         eps_out = EPS[out.dtype] if isinstance(out, mx.array) else float(np.finfo(out.dtype).eps)
         error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
-        return Checked(against, float(error.max()), EPS[compute] * (16 + 4 * largest) + eps_out)
+        sums = EPS[mx.float32] * tokens / LANES
+        return Checked(against, float(error.max()), EPS[compute] * (16 + 4 * largest) + sums + eps_out)
 
     return check
 

@@ -19,7 +19,7 @@ from kvtool.bench import oracle
 from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc, widths_for
 from veloxquant_mlx.caches.blocks import Block, CodedRows
 from veloxquant_mlx.caches.coded import Growth
-from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec
+from veloxquant_mlx.codecs import CodecPlan, parse_codec
 from veloxquant_mlx.codecs._base import Frame
 from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.transfer.rope import RopeSpec
@@ -208,9 +208,3 @@ def _by_codec(block: Block) -> dict[str, mx.array]:
     k = block.k.codec.decode(block.k.parts, block.k.shape, mx.float32)
     near = ({"k": k},) if block.v.codec.needs else ()
     return {"k": k, "v": block.v.codec.decode(block.v.parts, block.v.shape, mx.float32, *near)}
-
-
-def coded_bits(codec: Codec, coded: CodedRows) -> float:
-    """Bits a value, side information included."""
-    heads, tokens, dim = coded.shape
-    return 8 * coded.nbytes / (heads * tokens * dim)
