@@ -29,13 +29,15 @@ from veloxquant_mlx.codecs.rabitq import Rabitq
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.codecs.vecinfer import VecInfer
 from veloxquant_mlx.metal._attend import hadamard_matrix
+from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal.fused_sdpa import supports_shape
 
 FAMILY, REFERENCE = "attend", "sdpa float16"
 CODECS = (
-    *("rvq-4", "rvq-2", "affine-4", "rabitq", "tc-2.05", "vecinfer-1"),
+    *("rvq-4", "rvq-2", "affine-4", "rabitq", "tc-2.05"),
     *("k=rvq-2+2:nocenter,v=rvq-4:nocenter", "k=rabitq:nocenter,v=rvq-4:nocenter"),  # without means, as kernel functions take them
 )
+WITH_GPU = ("vecinfer-1",)  # a CPU takes minutes to find the words of so many rows
 MLX_BITS, TORCH = (8, 4), (2, 5)
 PREFILL_DIM = 128  # largest D of the prefill kernels
 GIVEN = "float64 attention to the rows given"
@@ -43,6 +45,11 @@ NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 # Of a call, from its codes: (run, what it makes of queries or None)
 Kernel = tuple[Callable[[mx.array], mx.array], Callable[[np.ndarray], np.ndarray] | None]
+
+
+def default_codecs() -> tuple[str, ...]:
+    """What is measured where no codec is named."""
+    return CODECS if backend() == "cpu" else (*CODECS, *WITH_GPU)
 
 
 def cases(size: Size, codecs: tuple[str, ...], dtype: mx.Dtype, seed: int) -> Iterator[Case]:

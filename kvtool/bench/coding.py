@@ -30,7 +30,7 @@ from veloxquant_mlx.codecs.qjl import Qjl
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
-CODECS = ("rvq-4", "rvq-2", "affine-4", "rabitq", "rabitq-4", "tc-2.05", "vecinfer-1")
+CODECS = ("rvq-4", "rvq-2", "affine-4", "rabitq", "rabitq-4", "tc-2.05")
 PACKED_BITS = (1, 2, 4)
 TARGET = 10000.0  # base that keys move to
 SPARE = 2.0**-12

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 FAMILIES = ("attend", "encode", "decode", "recode", "files", "first-token")
 ON_ROWS = ("attend", "encode", "decode", "recode")
 ON_MODEL = ("files", "first-token")
-SHAPE, QUICK_SHAPE = "1,32,8,128,32768", "1,8,2,128,2048"
+# A layer of a model of 8 billion parameters; codecs go through fewer tokens, as some take seconds for them.
+SHAPES = {"attend": "1,32,8,128,32768", "encode": "1,32,8,128,4096", "decode": "1,32,8,128,4096", "recode": "1,32,8,128,4096"}
+QUICK_SHAPE = "1,8,2,128,2048"
 SECONDS, QUICK_SECONDS = 1.0, 0.1
 MEGABYTES, QUICK_MEGABYTES = 64.0, 4.0
 TOKENS, QUICK_TOKENS = 1024, 128
@@ -36,7 +38,9 @@ OPTIONS = {
 @click.argument("families", metavar="[FAMILY]...", nargs=-1, type=click.Choice(FAMILIES))
 @click.option("--codec", "codecs", metavar="A,B,...", help="Codecs to measure; a few of each kind where it is not given.")
 @click.option(
-    "--shape", metavar="B,Hq,Hkv,D,S", help=f"Sequences, heads, KV heads, head size, tokens: {SHAPE}, with --quick {QUICK_SHAPE}."
+    "--shape",
+    metavar="B,Hq,Hkv,D,S",
+    help=f"Sequences, heads, KV heads, head size, tokens: {SHAPES['attend']} of attend, 4096 tokens of others.",
 )
 @click.option(
     "--queries", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Queries a head; more than one: prefill, causal."
@@ -120,7 +124,7 @@ def _measured(families: tuple[str, ...], options: dict[str, Any], only: tuple[st
     quick = options["quick"]
     settings = {
         "families": list(families),
-        "shape": options["shape"] or (QUICK_SHAPE if quick else SHAPE),
+        "shapes": {f: options["shape"] or (QUICK_SHAPE if quick else SHAPES[f]) for f in families if f in ON_ROWS},
         "queries": options["queries"],
         "codecs": None if options["codecs"] is None else split_specs(options["codecs"]),
         "model": options["model_name"],
@@ -147,10 +151,10 @@ def _cases(family: str, settings: dict[str, Any], folder: Path) -> Iterator["Cas
         if family == "files":
             return filing.files(model, settings["megabytes"], tuple(codecs or filing.CODECS), folder, seed)
         return filing.first_token(model, settings["tokens"], tuple(codecs or filing.CODECS), folder, seed)
-    size = Size.parse(settings["shape"], settings["queries"] if family == "attend" else 1)
+    size = Size.parse(settings["shapes"][family], settings["queries"] if family == "attend" else 1)
     dtype = mx.float32 if default_dtype() == "float32" else mx.float16
     if family == "attend":
-        return attending.cases(size, tuple(codecs or attending.CODECS), dtype, seed)
+        return attending.cases(size, tuple(codecs or attending.default_codecs()), dtype, seed)
     if family == "recode":
         return coding.recoding(size, dtype, seed)
     return (coding.encoding if family == "encode" else coding.decoding)(size, tuple(codecs or coding.CODECS), dtype, seed)
@@ -160,7 +164,7 @@ def _words(case: "Case", settings: dict[str, Any], folder: str | None) -> list[s
     """The command line that makes a row, without `--only`."""
     values = {
         "--codec": case.spec,
-        "--shape": settings["shape"] if case.family in ON_ROWS else None,
+        "--shape": settings["shapes"].get(case.family),
         "--queries": settings["queries"] if case.family == "attend" else None,
         "--model": settings["model"] if case.family in ON_MODEL else None,
         "--mb": settings["megabytes"] if case.family == "files" else None,
@@ -190,7 +194,7 @@ def as_text(report: "Report", repro: bool = False) -> str:
     settings = report.settings
     for family in dict.fromkeys(row.family for row in report.rows):
         rows = [row for row in report.rows if row.family == family]
-        what = f"shape B,Hq,Hkv,D,S {settings['shape']}" if family in ON_ROWS else f"model {settings['model']}"
+        what = f"shape B,Hq,Hkv,D,S {settings['shapes'][family]}" if family in ON_ROWS else f"model {settings['model']}"
         what += {"attend": f", {settings['queries']} queries", "files": f", {settings['megabytes']:g} MB"}.get(family, "")
         what += f", {settings['tokens']} tokens" if family == "first-token" else ""
         lines += ["", f"{family}: {what}", *_table(rows)]
