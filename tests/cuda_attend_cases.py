@@ -1,4 +1,4 @@
-"""Rows for the CUDA kernels of one query a head (src/decode.cu): 128 channels, 4-bit codes, up to 4 query heads a block.
+"""Rows for the CUDA kernels of one query a head (src/decode.cu and what it names): 128 channels, 4-bit codes, up to 4 query heads a block.
 
 Made as the tables' own rows are, oracle and tolerance included; where values come from a table, its entries are rounded to halves, which
 adds at most 2^-11 of the largest to a result that has no factors. Every row must reach the decode kernel of its function, in which what its

@@ -29,7 +29,7 @@ BUSY_GROUPS = 512  # threadgroups that fill a large GPU
 KEYS_PER_SPLIT = 256  # fewer are not worth a second pass
 MAX_AUTO_SPLITS = 64
 
-DECODE_DIM = 128  # as in decode.cu, here and below
+DECODE_DIM = 128  # as in decode_parts.cu, here and below
 DECODE_ROWS = 4
 DECODE_WARPS = 8
 DECODE_TABLE_BYTES = 65536
@@ -94,7 +94,8 @@ float* tables = pool + POOL;
 const unsigned thread_index_in_threadgroup = threadIdx.x;
 """
     rest = general.cuda.removeprefix(_CUDA_MEMORY)
-    return Kernel(f"{general.name}_decode", general.inputs, general.outputs, (*general.sources, "decode"), "", body + rest)
+    sources = (*general.sources, "decode_parts", "decode_keys", "decode_values", "decode")
+    return Kernel(f"{general.name}_decode", general.inputs, general.outputs, sources, "", body + rest)
 
 
 FINISH = Kernel(
