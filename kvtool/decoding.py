@@ -9,14 +9,14 @@ from formats.container import Reader
 from formats.errors import IncompatibleError, KVError, ManifestError
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
 from kvtool.calibrations import KINDS, Shelf
-from kvtool.encoding import DTYPE_NAMES, MLX_AFFINE, Positions, decode_blocks, takes_dim, unrotated
+from kvtool.encoding import DTYPE_NAMES, MLX_AFFINE, Positions, decode_blocks, takes_dim
 from kvtool.rope_limits import MAX_ROPE_DIMS, beyond_limits
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.caches.blocks import CodedRows
 from veloxquant_mlx.codecs import CODECS, Codec, token_blocks
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, fits
 from veloxquant_mlx.codecs.raw import Raw
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
 
 FLOATS = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # mlx-lm class -> (kind of attention, parameters it cannot be built without).

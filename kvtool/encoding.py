@@ -22,8 +22,9 @@ from kvtool.rope_limits import beyond_limits
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec, token_blocks
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, Given
+from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs.raw import Raw
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
 
 # mlx-lm's own quantised caches are kept verbatim under this id: parts weight, scales, biases.
 MLX_AFFINE = "mlx-affine"
@@ -390,33 +391,14 @@ def stripped(rows: mx.array, positions: np.ndarray, rope: RopeSpec | None) -> mx
 def decode_blocks(
     codec: Codec, parts: dict[str, mx.array], shape: tuple[int, int, int], given: Given | None = None
 ) -> Iterator[tuple[int, int, mx.array]]:
-    """(start, stop, float32 rows) of an encoded array, a block of tokens at a time; all at once of an eager codec.
-
-    A part whose layout depends on the number of tokens has them on axis 1, one by one or in groups; the others (a mean) go with
-    every block.
-    """
-    heads, rows, dim = shape
+    """(start, stop, float32 rows) of an encoded array, a block of tokens at a time; all at once of an eager codec."""
     if codec.eager:
-        yield 0, rows, codec.decode(parts, shape, mx.float32, *(() if given is None else (given,)))
+        yield 0, shape[1], codec.decode(parts, shape, mx.float32, *(() if given is None else (given,)))
         return
-    group = codec.tokens_together
-    more = codec.layout((heads, rows + group, dim), mx.float32)
-    by_token = {part: entry[1][1] for part, entry in codec.layout(shape, mx.float32).items() if entry != more[part]}
-    for tokens in token_blocks(shape, group):
-        start, stop = tokens.start, tokens.stop
-        block = dict(parts)
-        for part, size in by_token.items():
-            block[part] = parts[part][:, start:stop] if size == rows else parts[part][:, start // group : -(-stop // group)]
-        near = () if given is None else ({name: x[:, start:stop] for name, x in given.items()},)
-        yield start, stop, codec.decode(block, (heads, stop - start, dim), mx.float32, *near)
-
-
-def unrotated(rope: RopeSpec | None) -> RopeSpec | None:
-    """What rows of the frame `pre` carry: no rotation, and the rotary entries in half-split order whatever the model's pairing.
-
-    With one order for all, the rows of an interleaved model and of its half-split twin are the same.
-    """
-    return None if rope is None else RopeSpec("none", rope.dims, base=1.0, scale=0.0, first=rope.first)
+    reader = RowReader(codec, parts, shape)
+    for tokens in token_blocks(shape, codec.tokens_together):
+        near = None if given is None else {name: x[:, tokens] for name, x in given.items()}
+        yield tokens.start, tokens.stop, reader.decoded(tokens.start, tokens.stop, near)
 
 
 def codec_plan(codec: str | CodecPlan, sink: int | None = None, recent: int | None = None, frame: str | None = None) -> CodecPlan:

@@ -21,7 +21,7 @@ from formats.calibration import CalibrationFile
 from formats.manifest import ModelInfo
 from kvtool.binding import LayerSource, bind
 from kvtool.calibrations import Calibration, kind_of
-from kvtool.encoding import RoleSource, unrotated
+from kvtool.encoding import RoleSource
 from kvtool.probe import RoleProbe
 from kvtool.roundtrip import Roundtrip, parse_roundtrip, without_exact_rows
 from veloxquant_mlx.allocators.additive import build_shared
@@ -30,7 +30,7 @@ from veloxquant_mlx.allocators.transforms import LayerRows, build_tc
 from veloxquant_mlx.codecs import Codec
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.tcz import Tcz
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
 
 HEADS, DIM, TOKENS, DIMS, BASE = 2, 64, (1, 16, 300), (80, 96, 128, 256), 10000.0
 ORDINARY, CORRELATED = "ordinary", "correlated"

@@ -24,12 +24,11 @@ from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
 from kvtool import calibration_texts
 from kvtool.capturing import check_ids, encode_prompt, token_ids
-from kvtool.encoding import unrotated
 from kvtool.fisher import PassRows, run_backward, run_forward
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from veloxquant_mlx.allocators.transforms import LayerRows
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
 
 CORPUS_TOKENS = 1024  # of each shipped text
 LEAST_TOKENS = 64  # of a piece

@@ -14,14 +14,14 @@ import numpy as np
 
 from kvtool.binding import Binding
 from kvtool.calibrations import is_calibrated
-from kvtool.encoding import sources_of, takes_dim, unrotated
+from kvtool.encoding import sources_of, takes_dim
 from kvtool.probe import RoleProbe
 from veloxquant_mlx.codecs import RECENT, SINK, Codec, CodecPlan, parse_codec
 from veloxquant_mlx.codecs._base import FLOAT16_MAX
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.tc import Tc
-from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope import rotate, unrotated
 
 MLX_BITS = (2, 3, 4, 6, 8)
 

@@ -19,6 +19,7 @@ from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs._base import Codec
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.metal._attend import merge_parts
 from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, rotate, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
@@ -103,10 +104,6 @@ class Block:
         start, stop = max(start, self.first), min(stop, self.stop)
         skip = start - self.first
         return replace(self, count=stop - start, first=start, k_from=self.k_from + skip, v_from=self.v_from + skip)
-
-    @property
-    def heads(self) -> int:
-        return self.k.shape[0]
 
     def rows(self, start: int = 0, stop: int | None = None) -> tuple[mx.array, mx.array]:
         """Decoded keys, as cached, and values, (H, n, D) float32, of rows start to stop."""
@@ -277,9 +274,5 @@ def merged(parts: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.arr
     """Attention to all rows from attention to some each: out (H, R, D) and lse (H, R), all float32."""
     if len(parts) == 1:
         return parts[0]
-    lses = mx.stack([lse for _, lse in parts])
-    largest = mx.max(lses, axis=0)
-    weights = mx.exp(lses - mx.where(largest == -math.inf, 0.0, largest))
-    total = mx.sum(weights, axis=0)
-    out = sum(w[..., None] * part for w, (part, _) in zip(weights, parts, strict=True))
-    return out / mx.where(total > 0, total, 1.0)[..., None], largest + mx.log(total)
+    outs, lses = zip(*parts, strict=True)
+    return merge_parts(outs, lses)

@@ -98,10 +98,7 @@ class CommVq(Codec):
         bits, top, first, dims = (params.get(key) for key in ("bits", "table_bits", "first", "dims"))
         if type(bits) not in (int, float) or not 0.5 <= bits <= 3.5 or bits * 4 % 1:
             raise ManifestError(f"bits must be a multiple of 0.25 in 0.5..3.5, but got {bits!r:.40}")
-        if type(first) is not int or not 0 <= first <= MAX_ROPE:
-            raise ManifestError(f"first must be an integer in 0..{MAX_ROPE}, but got {first!r:.40}")
-        if dims is not None and (type(dims) is not int or not 0 < dims <= MAX_ROPE or dims % 2):
-            raise ManifestError(f"dims must be null or an even integer in 2..{MAX_ROPE}, but got {dims!r:.40}")
+        check_rotary(first, dims)
         codec = cls(float(bits), first, dims)
         if type(top) is not int or top != codec.table_bits:
             raise ManifestError(f"table_bits must be {codec.table_bits} for {bits:g} bits, but got {top!r:.40}")
@@ -372,3 +369,11 @@ def _mean(x: mx.array, far: mx.array) -> mx.array:
         total = total + mx.sum(mx.where(other[..., None], rows, 0.0) / max(1, tokens - 1), axis=1)
         mx.eval(total)
     return total.astype(mx.bfloat16)
+
+
+def check_rotary(first: object, dims: object) -> None:
+    """Raise ManifestError unless these are the rotary entries of a row: where they begin, and how many, or None for all."""
+    if type(first) is not int or not 0 <= first <= MAX_ROPE:
+        raise ManifestError(f"first must be an integer in 0..{MAX_ROPE}, but got {first!r:.40}")
+    if dims is not None and (type(dims) is not int or not 0 < dims <= MAX_ROPE or dims % 2):
+        raise ManifestError(f"dims must be null or an even integer in 2..{MAX_ROPE}, but got {dims!r:.40}")

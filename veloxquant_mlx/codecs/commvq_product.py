@@ -44,6 +44,7 @@ import numpy as np
 from formats.errors import ManifestError
 from veloxquant_mlx.allocators.vecinfer import train_codebook
 from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs.commvq import check_rotary
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.metal._comm_vq import comm_vq_decode_metal
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
@@ -51,7 +52,6 @@ from veloxquant_mlx.transfer.rope import RopeSpec
 
 SUBS = {"1": 8, "2": 4}  # bits a value: entries of a word
 WORDS = 256  # a code is a byte
-MAX_ROPE = 1 << 20
 MAX_POSITION = 1 << 24
 _SAMPLE_ROWS = 2048  # rows that words are learnt from
 
@@ -103,10 +103,7 @@ class CommVqProduct(Codec):
         sub, first, dims = (params.get(key) for key in ("sub", "first", "dims"))
         if type(sub) is not int or sub not in SUBS.values():
             raise ManifestError(f"sub must be 4 or 8, but got {sub!r:.40}")
-        if type(first) is not int or not 0 <= first <= MAX_ROPE:
-            raise ManifestError(f"first must be an integer in 0..{MAX_ROPE}, but got {first!r:.40}")
-        if dims is not None and (type(dims) is not int or not 0 < dims <= MAX_ROPE or dims % 2):
-            raise ManifestError(f"dims must be null or an even integer in 2..{MAX_ROPE}, but got {dims!r:.40}")
+        check_rotary(first, dims)
         return cls(sub, first, dims)
 
     def takes(self, dim: int) -> bool:

@@ -13,6 +13,7 @@ undefined: some back ends add 0 NaN, some nothing.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -290,21 +291,23 @@ def nothing(options: Options) -> mx.array | tuple[mx.array, mx.array]:
     return (out, mx.full(options.out_shape[:3], -math.inf, mx.float32)) if options.lse else out
 
 
-def merge_parts(outs: list[mx.array], lses: list[mx.array]) -> tuple[mx.array, mx.array]:
+def merge_parts(outs: Sequence[mx.array], lses: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
     """Attention over a sequence from attention over its parts.
 
     Args:
-        outs: each (B, H, S_q, D) float, from a call with `lse=True`.
-        lses: each (B, H, S_q) float32.
+        outs: each (..., D) float, from attention that also gave the log-sum-exp.
+        lses: each (...) float32.
 
     Returns:
         (out, lse): float32.
     """
-    out, lse = mx.stack(outs).astype(mx.float32), mx.stack(lses)
+    lse = mx.stack(list(lses))
     largest = mx.max(lse, axis=0)
-    weight = mx.exp(lse - mx.where(largest == -math.inf, 0.0, largest))
-    total = mx.sum(weight, axis=0)
-    merged = mx.sum(weight[..., None] * out, axis=0) / mx.where(total == 0, 1.0, total)[..., None]
+    weights = mx.exp(lse - mx.where(largest == -math.inf, 0.0, largest))
+    total = mx.sum(weights, axis=0)
+    # Part by part: joined first, they would all be in memory twice.
+    merged = sum(weight[..., None] * out.astype(mx.float32) for weight, out in zip(weights, outs, strict=True))
+    merged = merged / mx.where(total == 0, 1.0, total)[..., None]
     return merged, largest + mx.log(total)
 
 
