@@ -15,13 +15,16 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx import native
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs._base import Codec
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.transfer.rope import RopeSpec, cos_sin, half_split, rotate, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
+NATIVE_ROWS = 64  # queries of a KV head up to which the native back end is used
 TILE_STEP = 64  # tokens of a tile are a multiple of it
 
 
@@ -130,6 +133,9 @@ class Block:
         Returns:
             (out, lse): (H, R, D_v) and (H, R) float32; 0 and -inf for a query that sees none.
         """
+        found = self._native(q, seen, column)
+        if found is not None:
+            return found
         keys, values = _Keys(self.k, q), self.v.reader
         heads, rows, _ = q.shape
         most, total = mx.full((heads, rows, 1), -math.inf), mx.zeros((heads, rows, 1))
@@ -167,6 +173,19 @@ class Block:
         if shared is not None:
             out = out + values.of_shared(shared / norm)
         return out, (most + mx.log(total))[..., 0]
+
+    def _native(self, q: mx.array, seen: Visibility, column: int) -> tuple[mx.array, mx.array] | None:
+        """`attend` by the native back end, or None where it is not the one to ask: no CPU, another mask or codec, or too many queries."""
+        if not native.available() or backend() != "cpu" or q.shape[1] > NATIVE_ROWS:
+            return None
+        bounds = seen.bounds(column, self.count)
+        k, v = (None, None) if bounds is None else (self.k.reader.stored, self.v.reader.stored)
+        if k is None or v is None:
+            return None
+        rope, angles = self.k.rope, None
+        if rope is not None:
+            q, angles = half_split(q, rope), cos_sin(rope, self.first, self.stop)
+        return native.attend(q, k, v, self.k_from, self.v_from, self.count, bounds, angles, 0 if rope is None else rope.first)
 
     def _span(self, role: str, start: int, stop: int) -> tuple[int, int]:
         shift = self.k_from if role == "k" else self.v_from
