@@ -1,8 +1,8 @@
 // Rows of codes to rows of floats, a tile of tokens at a time.
 //
 // W codes of b bits are W b / 8 whole bytes. Each lane gets the two bytes that its code lies in by one byte shuffle, then a shift;
-// a table of up to 16 values (8 in AVX2; 64 with several shuffles) is looked up in registers, for a lane shuffle ignores the bits above
-// its index and the table is repeated.
+// a table (in AVX2 one of up to 16 values) is looked up in registers, for a lane shuffle ignores the bits above its index and a table of
+// fewer than 16 values is repeated.
 #pragma once
 #include "problem.hpp"
 #include "simd.hpp"
@@ -24,7 +24,8 @@ inline int code_of(const uint8_t* codes, int bits, int i) {
 template <int BITS>
 struct Lookup {
   __m512i bytes, shifts;
-  __m512 table[BITS == 6 ? 4 : BITS == 5 ? 2 : 1];
+  static constexpr int REGISTERS = BITS <= 4 ? 1 : 1 << (BITS - 4);
+  __m512 table[REGISTERS];
   const float* values;
 
   explicit Lookup(const float* values) : values(values) {
@@ -36,7 +37,7 @@ struct Lookup {
     }
     bytes = _mm512_load_si512(b), shifts = _mm512_load_si512(s);
     if (values)
-      for (int i = 0; i < int(sizeof table / sizeof *table); i++) table[i] = _mm512_loadu_ps(values + 16 * i);
+      for (int i = 0; i < REGISTERS; i++) table[i] = _mm512_loadu_ps(values + 16 * i);
   }
 
   template <bool TABLE>
@@ -50,13 +51,14 @@ struct Lookup {
     at = _mm512_srlv_epi32(at, shifts);
     if constexpr (!TABLE) return (V)_mm512_cvtepi32_ps(_mm512_and_si512(at, _mm512_set1_epi32((1 << BITS) - 1)));
     if constexpr (BITS <= 4) return (V)_mm512_permutexvar_ps(at, table[0]);
-    if constexpr (BITS == 5) return (V)_mm512_permutex2var_ps(table[0], at, table[1]);
-    if constexpr (BITS == 6)
-      return (V)_mm512_mask_blend_ps(
-          _mm512_test_epi32_mask(at, _mm512_set1_epi32(32)),
-          _mm512_permutex2var_ps(table[0], at, table[1]),
-          _mm512_permutex2var_ps(table[2], at, table[3]));
-    return (V)_mm512_i32gather_ps(_mm512_and_si512(at, _mm512_set1_epi32((1 << BITS) - 1)), values, 4);
+    // Two registers by five bits, then halves by each bit above.
+    __m512 x[REGISTERS / 2 + 1];
+    for (int i = 0; i < REGISTERS / 2; i++) x[i] = _mm512_permutex2var_ps(table[2 * i], at, table[2 * i + 1]);
+    for (int bit = 5, n = REGISTERS / 4; n > 0; bit++, n /= 2) {
+      const __mmask16 upper = _mm512_test_epi32_mask(at, _mm512_set1_epi32(1 << bit));
+      for (int i = 0; i < n; i++) x[i] = _mm512_mask_blend_ps(upper, x[2 * i], x[2 * i + 1]);
+    }
+    return (V)x[0];
   }
 };
 
