@@ -109,6 +109,14 @@ def test_encode_returns_the_layout_and_decode_the_shape(spec: str, tokens: int, 
     assert tokens == 0 or bool(mx.all(mx.isfinite(decoded)).item())
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_packed_codes_are_all_of_the_memory_that_they_take(bits: int) -> None:
+    """No view of words eight times their size: a cache keeps the codes of 256 rows as they were encoded."""
+    packed = pack(mx.zeros((2, 256, 64), mx.uint8), bits)
+    mx.eval(packed)
+    assert memoryview(packed).c_contiguous
+
+
 @pytest.mark.parametrize("spec", ALL)
 def test_params_survive_json_and_decode_alike(spec: str) -> None:
     subject = codec(spec)

@@ -37,7 +37,8 @@ def pack(codes: mx.array, bits: int) -> mx.array:
         lower = mx.array(mask, dtype=mx.uint64)
         words = (words & lower) | ((words >> lane & lower) << width)
     packed = words.view(mx.uint8).reshape(*codes.shape[:-1], -1, 8)[..., :bits]
-    return packed.reshape(*codes.shape[:-1], -1)[..., : packed_bytes(dim, bits)]
+    # A strided view of single bytes would keep all eight of each word in memory.
+    return mx.contiguous(packed.reshape(*codes.shape[:-1], -1)[..., : packed_bytes(dim, bits)])
 
 
 def unpack(packed: mx.array, bits: int, dim: int) -> mx.array:
