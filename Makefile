@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed-$(or $(EXTRA),metal)
 # MLX's CPU wheel carries reference BLAS; OpenBLAS in front of it makes float32 products 15 times faster.
 PRELOAD   = $(if $(filter cpu,$(EXTRA)),$(foreach f,$(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0)),LD_PRELOAD=$(f)))
 
-.PHONY: setup system demo test test-all lint format reach frontier off-domain foreign-calibration self-calibration passkeys clean
+.PHONY: setup system demo test test-all lint format reach frontier off-domain foreign-calibration self-calibration passkeys live clean
 
 setup: system $(STAMP)
 
@@ -65,6 +65,10 @@ self-calibration: setup
 # How many passkeys the caches of every codec still answer, on the shipped models.
 passkeys: setup
 	$(PRELOAD) $(BIN)/python -m tests.passkeys
+
+# What living on codes costs and saves: decode steps, bytes, forks, passkeys.
+live: setup
+	$(PRELOAD) $(BIN)/python -m tests.smollm2.live
 
 clean:
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache

@@ -113,6 +113,9 @@ class Restored:
         """
         if self.tokens is None:
             raise IncompatibleError("the file holds no token ids, so it cannot go on without a prompt", hint="give --prompt")
+        now = next((c.offset for c in self.cache if isinstance(getattr(c, "offset", None), int)), self.usable)
+        if now != self.usable:
+            raise ValueError(f"[pending] the caches stand at {now} tokens, not at the {self.usable} of the file: they have gone on since.")
         if len(self.tokens) > self.usable:
             return list(self.tokens[self.usable :])
         if not self.tokens:
@@ -197,7 +200,7 @@ def save(
         snapshot.length,
         layers,
         encoder,
-        (),
+        snapshot.history,
         details=details,
         binding=binding,
         compress=compress,

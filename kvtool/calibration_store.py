@@ -4,6 +4,7 @@ $KVTOOL_CALIBRATIONS, else ~/.cache/kvtool/calibrations ($XDG_CACHE_HOME/kvtool/
 """
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -42,6 +43,18 @@ def put(data: bytes) -> Path:
     with atomic_write(path) as out:
         out.write(data)
     return path
+
+
+def check_writable() -> None:
+    """Find out before the work, not after it, that nothing can be kept here.
+
+    Raises:
+        OSError: as the system gives it.
+    """
+    at = folder()
+    at.mkdir(parents=True, exist_ok=True)
+    if not os.access(at, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(at))
 
 
 def path_of(digest: str) -> Path | None:

@@ -17,6 +17,7 @@ from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.snapshot import take_states, unlimited
 from kvtool.states import CacheState, check_against, length_of
+from veloxquant_mlx.caches.coded import CodedKVCache
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Snapshot:
         length: tokens in the cache.
         states: one entry a layer, live rows only.
         probes: what the model's layers are (heads, dims, windows, live RoPE), one entry a layer.
+        history: lossy steps that the rows have behind them, for the file's quality record.
     """
 
     model: ModelInfo
@@ -42,6 +44,7 @@ class Snapshot:
     length: int
     states: tuple[CacheState, ...]
     probes: tuple[CacheProbe, ...]
+    history: tuple[dict[str, Any], ...] = ()
 
 
 def encode_prompt(model: LoadedModel, prompt: str, *, chat: bool = False) -> list[int]:
@@ -92,10 +95,14 @@ def capture(
         TypeError: ids that are not integers.
         IncompatibleError: the cache is not of this model's shape, has dropped rows that the model keeps, or does not fit the tokens.
     """
+    if not isinstance(model, LoadedModel):
+        raise TypeError(f"[capture] model must come from kvtool.load_model, but got {type(model).__name__}.")
     if (prompt is None) == (cache is None):
         raise ValueError("[capture] give either a prompt or a cache.")
     probes = probe_model(model.model)
+    history: tuple[dict[str, Any], ...] = ()
     if cache is not None:
+        history = _coded_before(cache)
         known = None if tokens is None else tuple(token_ids(tokens))
         check_ids(model, known or ())
         cache = unlimited(cache, probes)
@@ -119,7 +126,18 @@ def capture(
             f"{model.info.name}: the cache holds {length} tokens, but {len(known)} token ids were given",
             hint="give the ids of exactly the tokens in the cache",
         )
-    return Snapshot(model.info, known, length, states, probes)
+    return Snapshot(model.info, known, length, states, probes, history)
+
+
+def _coded_before(cache: Sequence[Any]) -> tuple[dict[str, Any], ...]:
+    """The lossy step behind rows that live as codes, with the layers that have them; what it cost is no longer known."""
+    coded = {i: c.specs() for i, c in enumerate(cache) if isinstance(c, CodedKVCache) and c.specs()}
+    if not coded:
+        return ()
+    specs = sorted(set().union(*coded.values()))
+    return (
+        {"step": "live", "codec": "; ".join(specs), "layers": list(coded), "note": "later steps count their error from the decoded rows"},
+    )
 
 
 def token_ids(ids: Any) -> list[int]:

@@ -173,7 +173,17 @@ class Decoder:
         codec, shape = self.codec(segment.codec), (about.heads, segment.rows[1] - segment.rows[0], about.dim)
         parts = read_parts(self.reader, segment, codec, shape)
         mx.eval(parts)
-        return CodedRows(codec, parts, shape, FLOATS[about.dtype], self._rope(about, segment))
+        rows = CodedRows(codec, parts, shape, FLOATS[about.dtype], self._rope(about, segment))
+        # Tables that no rows can be read with are found here, not in the middle of a generation.
+        try:
+            if shape[1] and not codec.needs:
+                mx.eval(rows.reader.tile(0, 1).points)
+            else:
+                rows.reader  # noqa: B018
+        except ManifestError as error:
+            error.path = error.path or self.reader.path
+            raise
+        return rows
 
     def codec(self, index: int) -> Codec:
         """The codec at an index of the file's table, with its tables.

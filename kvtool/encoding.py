@@ -425,6 +425,8 @@ def codec_plan(codec: str | CodecPlan, sink: int | None = None, recent: int | No
     Raises:
         ValueError: unknown codec, negative counts, unknown frame.
     """
+    if not isinstance(codec, str | CodecPlan):
+        raise TypeError(f"[codec_plan] codec must be a spec string or a CodecPlan, but got {type(codec).__name__}.")
     plan = parse_codec(codec) if isinstance(codec, str) else codec
     changes: dict[str, Any] = {k: v for k, v in (("sink", sink), ("recent", recent), ("frame", frame)) if v is not None}
     for key in ("sink", "recent"):

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from formats.errors import ManifestError
 from formats.manifest import CacheInfo, Role, Segment
 from kvtool.calibrations import is_calibrated
 from kvtool.decoding import Decoder
@@ -99,6 +100,8 @@ def make_cache(model: LoadedModel, codec: str | CodecPlan, *, sink: int | None =
     Raises:
         ValueError: a codec that cannot encode rows as they come, or one that no layer can use.
     """
+    if not isinstance(model, LoadedModel):
+        raise TypeError(f"[make_cache] model must come from kvtool.load_model, but got {type(model).__name__}.")
     plan = codec_plan(codec, sink, recent)
     if plan.lossless:
         raise ValueError(f"[make_cache] codec must be one that compresses, but got {plan.spec()!r}.")
@@ -144,6 +147,13 @@ def coded_cache(decoder: Decoder, name: str, probe: CacheProbe) -> CodedKVCache:
     """The cache of a layer that is placed on codes."""
     info = decoder.reader.manifest.layers[int(name)]
     assert info.k is not None and info.v is not None
+    for segment in info.v.segments:
+        if decoder.codec(segment.codec).needs:
+            keys = next((other for other in info.k.segments if other.rows == segment.rows), None)
+            if keys is None or (keys.frame == "post" and info.k.rope is not None):
+                why = "are not one coded segment" if keys is None else "are stored after RoPE"
+                what = f"rows {segment.rows[0]} to {segment.rows[1]} of {name}.k, that values are predicted from, {why}"
+                raise ManifestError(what, path=decoder.reader.path)
     pieces = {
         role: [(segment.rows, decoder.coded(name, role, segment)) for segment in about.segments]
         for role, about in (("k", info.k), ("v", info.v))

@@ -7,6 +7,7 @@ from pathlib import Path
 from kvtool.archive import Progress, Restored
 from kvtool.archive import open as open_archive
 from kvtool.calibrations import Calibration
+from kvtool.encoding import codec_plan
 from kvtool.model import LoadedModel
 from kvtool.recoding import recode
 from veloxquant_mlx.codecs import CodecPlan
@@ -37,9 +38,14 @@ def load(
         ValueError: decode and live both given, or a codec that does not exist.
         IncompatibleError, IntegrityError: as `Archive.load`.
     """
+    if not isinstance(model, LoadedModel):
+        raise TypeError(f"[load] model must come from kvtool.load_model, but got {type(model).__name__}.")
     if decode and live is not None:
         raise ValueError("[load] give decode or live, not both.")
-    if live is None:
+    plan = None if live is None else codec_plan(live)
+    if plan is not None and (plan.lossless or plan.k.eager or plan.v.eager):
+        raise ValueError(f"[load] live must be a codec that attention reads (rvq-N, tc-N, affine-N ...), but got {plan.spec()!r}.")
+    if plan is None:
         with open_archive(source, calibration=calibration) as archive:
             return archive.load(model, decode=decode, allow_mismatch=allow_mismatch, progress=progress)
     with open_archive(source, calibration=calibration) as archive:
@@ -47,7 +53,7 @@ def load(
     # By way of a file, layer by layer: at no time are all layers decoded.
     with tempfile.TemporaryDirectory(prefix="kvtool-") as folder:
         path = Path(folder) / "live.kv"
-        report = recode(source, path, codec=live, calibration=calibration)
+        report = recode(source, path, codec=plan, to_model=None if allow_mismatch else model, calibration=calibration)
         with open_archive(path, calibration=calibration) as archive:
             restored = archive.load(model, allow_mismatch=allow_mismatch, progress=progress)
     quality = report.quality or {}

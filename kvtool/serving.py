@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from mlx_lm import server
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load_config
 
 from formats.errors import IncompatibleError
@@ -27,14 +28,14 @@ def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str
     Args:
         model: the model to serve, the only one.
         prompts: caches of this model, of which every request takes the longest that its prompt begins with; they are shared, never copied.
-        options: of mlx_lm.server, such as ["--port", "8081"]; --model and --kv-bits are not among them.
+        options: of mlx_lm.server, such as ["--port", "8081"]; --model, --kv-bits and --draft-model are not among them.
         codec: how the caches of other prompts are kept in memory; None: as mlx-lm keeps them.
 
     Raises:
         IncompatibleError: a prompt without token ids, or a cache of the server's own that the codec cannot be used for.
         ValueError: options that do not go with coded caches.
     """
-    for refused in ("--model", "--kv-bits", "--adapter-path"):
+    for refused in ("--model", "--kv-bits", "--adapter-path", "--draft-model"):
         if any(option == refused or option.startswith(f"{refused}=") for option in options):
             raise ValueError(f"[serve] {refused} is not taken here.")
     if any(restored.tokens is None for restored in prompts):
@@ -42,18 +43,28 @@ def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str
     if codec is not None:
         empty = make_cache(model, codec)
         model.model.make_cache = lambda: copy.deepcopy(empty)
+    files = [(restored.cache, list((restored.tokens or ())[: restored.usable])) for restored in prompts]
+    for _, prefix in files:
+        logger.info("%d tokens are in the prompt cache", len(prefix))
     name = str(model.folder)
 
     class Cache(server.LRUPromptCache):
-        """The server's prompt cache, with what the files hold in it from the start."""
+        """The server's prompt cache, beside what the files hold, which never leaves it."""
 
-        def __init__(self, size: int, *args: Any, **kwargs: Any) -> None:
-            super().__init__(size + len(prompts), *args, **kwargs)
-            for restored in prompts:
-                assert restored.tokens is not None
-                tokens = list(restored.tokens[: restored.usable])
-                self.insert_cache((name, None, None), tokens, restored.cache, cache_type="system")
-                logger.info("%d tokens are in the prompt cache", len(tokens))
+        def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+            cache, rest = super().fetch_nearest_cache(model, tokens)
+            for held, prefix in files:
+                common = _common(prefix, tokens)
+                if common > len(tokens) - len(rest) and (common == len(prefix) or can_trim_prompt_cache(held)):
+                    cache, rest = copy.deepcopy(held), tokens[common:]
+                    trim_prompt_cache(cache, len(prefix) - common)
+            if rest or cache is None:
+                return cache, rest
+            # The server takes no request that has nothing left to run.
+            if not can_trim_prompt_cache(cache):
+                return None, tokens
+            trim_prompt_cache(cache, 1)
+            return cache, tokens[-1:]
 
     def load(path: str | Path, *args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
         if str(path) != name:
@@ -69,6 +80,12 @@ def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str
             super().__init__(*args)
             running.append(self)
 
+        def _tokenize(self, *args: Any) -> tuple[Any, ...]:
+            found = super()._tokenize(*args)
+            if not found[0]:  # further on it would end the thread, and every request after it
+                raise ValueError("the prompt has no tokens")
+            return found
+
     replaced = {"LRUPromptCache": Cache, "ResponseGenerator": Generator, "load": load}
     with _replaced(server, replaced), _arguments(["mlx_lm.server", "--model", name, *options]):
         try:
@@ -76,6 +93,14 @@ def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str
         finally:
             for generator in running:
                 generator.stop_and_join()
+            if codec is not None:
+                del model.model.make_cache
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two sequences begin with alike."""
+    unlike = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(unlike, min(len(one), len(other)))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from formats.errors import IncompatibleError
 from kvtool.probe import CacheProbe
 from kvtool.states import CacheState, Quantized, check_against, leaves, length_of
 from veloxquant_mlx.caches.coded import CodedKVCache
+from veloxquant_mlx.caches.evicting import EvictingCache
 
 __all__ = ["CacheState", "Quantized", "build_caches", "check_against", "leaves", "length_of", "take_states", "unlimited"]
 
@@ -104,7 +105,8 @@ def _count(state: CacheState, length: int) -> CacheState:
 def _take(cache: Any, where: str, row: int | None) -> CacheState:
     take = _TAKE.get(type(cache))
     if take is None:
-        raise IncompatibleError(f"{where}: cache class {type(cache).__module__}.{type(cache).__qualname__} is not known")
+        hint = "what an evicting cache has dropped cannot be saved" if isinstance(cache, EvictingCache) else None
+        raise IncompatibleError(f"{where}: cache class {type(cache).__module__}.{type(cache).__qualname__} is not known", hint=hint)
     state = take(cache, where, row)
     # Per layer, so that lazy graphs do not pile up; evaluated arrays may be used in another thread.
     mx.eval([_parts(state.k), _parts(state.v), [a for a in state.arrays if a is not None]])

@@ -1,4 +1,4 @@
-"""Faults planted in the CUDA text of the kernels: one per function, each must fail at least one of the cases named for it.
+"""Faults planted in the CUDA text of the kernels: at least one per function, each must fail at least one of the cases named for it.
 
 None changes a loop's end, a barrier or a place that is written, and none reads outside an array: a planted fault gives wrong results
 and cannot hang or damage anything else on the GPU.
@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 from unittest.mock import patch
 
+from tests.cuda_attend_cases import DECODE_CASES
 from veloxquant_mlx.metal._kernel import Kernel, Language, _build
 from veloxquant_mlx.selftest.case import Case, Mutation
 from veloxquant_mlx.selftest.cases import CASES
@@ -31,10 +32,23 @@ CUDA_MUTATIONS = (
     ),
     Mutation("rabitq_hamming_score", "and for xor", "(a + i) ^ *reinterpret_cast", "(a + i) & *reinterpret_cast", ("d64",)),
     Mutation("rabitq_fused_attend", "hamming without xor", "x[w] ^ key.x[w]", "x[w] & key.x[w]", ("prime",)),
+    Mutation("rabitq_fused_attend", "decode: hamming without xor", "a[r].y ^ sign[x].y", "a[r].y & sign[x].y", ("decode: one step",)),
+    Mutation(
+        "rabitq_fused_attend", "decode: not rescaled", "scale(keep[0], keep[1]);", "scale(1.0f, 1.0f);", ("decode: scores that grow",),
+    ),
+    Mutation("rabitq_fused_attend", "decode: splits overlap", "min(each * (int", "min(each + each * (int", ("decode: three splits",)),
     Mutation("rabitq_pack_values", "nibbles swapped", "code << (bit - start)", "code << (4 - (bit - start))", ("two", "in-range")),
     Mutation("rabitq_encode", "zero is negative", "v[r] >= 0.0f", "v[r] > 0.0f", ("d128-integers",)),
     Mutation("rabitq_prefill_attend", "highest bit first", "(byte >> e) & 1", "(byte >> (7 - e)) & 1", ("one-query",)),
     Mutation("scalar_fused_decode_attend", "zero subtracted", "scale[e], zero[e])", "scale[e], -zero[e])", ("prime",)),
+    Mutation(
+        "scalar_fused_decode_attend", "decode: weights twice", "*reinterpret_cast<const uint32_t*>(&near) & rest", "0u & rest",
+        ("decode: one step",),
+    ),
+    Mutation(
+        "scalar_fused_decode_attend", "decode: odd zeros too small", "fmaf(16.0f, odd[column]", "fmaf(1.0f, odd[column]",
+        ("decode: one step",),
+    ),
     Mutation("kivi_group_quant_dequant", "halves away from zero", "rintf(", "roundf(", ("keys, halves to even",)),
     Mutation(
         "comm_vq_decode_metal", "turned the other way", "__fsub_rn(__fmul_rn(a, turn.cosine)", "__fadd_rn(__fmul_rn(a, turn.cosine)",
@@ -45,6 +59,18 @@ CUDA_MUTATIONS = (
     Mutation("turboquant_scalar_dequantize", "next centroid", "unsigned(codes[i]),", "unsigned(codes[i]) + 1u,", ("seven", "prime")),
     Mutation("turboquant_hadamard_quantize", "signs dropped", "__fmul_rn(float(x[first + i]), signs[i])", "float(x[first + i])", ("d64",)),
     Mutation("turboquant_fused_rvq_decode_attend", "second stage subtracted", "x[e] += y[e];", "x[e] -= y[e];", ("prime",)),
+    Mutation(
+        "turboquant_fused_rvq_decode_attend", "decode: stages swapped", "decode_choose(one >> 2, two, LOW)",
+        "decode_choose(two >> 2, one, LOW)", ("decode: one step",),
+    ),
+    Mutation(
+        "turboquant_fused_rvq_decode_attend", "decode: pairs swapped", "decode_choose(word[0], word[1] << 4, LOW)",
+        "decode_choose(word[1], word[0] << 4, LOW)", ("decode: one step",),
+    ),
+    Mutation(
+        "turboquant_fused_rvq_decode_attend", "decode: factors of other tokens", "own, at.place + 8 * r)", "own, at.g + 8 * r)",
+        ("decode: factors",),
+    ),
     Mutation("rvq_quant_pack", "most significant first", "code1 << (k * BITS)", "code1 << ((PER - 1 - k) * BITS)", ("b2-d64",)),
     Mutation("flash_prefill_attend", "own key not visible", "dims[PREFILL_CAUSAL] ? at + 1", "dims[PREFILL_CAUSAL] ? at", ("two-tiles",)),
     Mutation("streaming_prefill_attend", "not rescaled", "sum[r][e] *= keep", "sum[r][e] *= 1.0f", ("one-query",)),
@@ -59,7 +85,7 @@ CUDA_MUTATIONS = (
     Mutation("qjl_inner_product", "most significant first", "byte >> t & 1", "byte >> (7 - t) & 1", ("m32",)),
 )
 # fmt: on
-_cases = {case.id: case for case in CASES}
+_cases = {case.id: case for case in (*CASES, *DECODE_CASES)}
 
 
 @dataclass(frozen=True)

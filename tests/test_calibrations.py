@@ -191,7 +191,7 @@ def test_a_damaged_file_in_the_store(folder: Path, caplog: pytest.LogCaptureFixt
 
 def test_a_folder_in_the_place_of_a_calibration(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     old, data = to_bytes(example(scale=2.0)), to_bytes(example())
-    store.put(old)
+    os.utime(store.put(old), ns=(0, 0))
     path = folder / f"{digest_of(data)}.safetensors"
     path.mkdir()
     (folder / f"{'e' * 64}.safetensors").symlink_to("nowhere")
@@ -332,3 +332,10 @@ def test_tables_that_are_none(tmp_path: Path) -> None:
         found.tables("tc", "0")
     with pytest.raises(ManifestError, match=r"tcz-0\.75:0"):
         found.tables("tcz-0.75", "0")
+
+
+def test_calibrate_finds_out_first_that_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("KVTOOL_CALIBRATIONS", str(tmp_path / "file" / "store"))
+    monkeypatch.setattr("kvtool.model.load_model", lambda *_, **__: pytest.fail("the work has begun"))
+    assert run(["calibrate", "--model", "tiny-a"]) == 2

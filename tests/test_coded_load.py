@@ -26,6 +26,8 @@ from tests.library import f64, ids, run, saved, tiny
 from tests.texts import text
 from tests.tiny_random import WINDOW
 from veloxquant_mlx.caches import families
+from veloxquant_mlx.caches.blocks import Block
+from veloxquant_mlx.caches.coded import CodedKVCache
 from veloxquant_mlx.codecs import parse_codec
 
 TOKENS = 420
@@ -92,17 +94,26 @@ def test_every_codec_gives_the_logits_of_its_decoded_rows(spec: str, tiny_a: Loa
     assert_goes_on_alike(tiny_a, fork.cache, kvtool.load(path, tiny_a, decode=True, calibration=calibration).cache, [1, 9])
 
 
-@pytest.mark.parametrize(
-    ("spec", "grows"), [("rvq-2+2", "k=rvq-2+2,v=rvq-2+2"), ("commvq-2", "k=rvq-2,v=rvq-4"), ("tc-2", "k=tc-2,v=tc-2")]
-)
+GROWS = {
+    "rvq-2+2": "k=rvq-2+2,v=rvq-2+2",
+    "rvq-4,frame=pre": "k=rvq-4,v=rvq-4",
+    "rvq-4,frame=post": "k=rvq-4,v=rvq-4",
+    "commvq-2": "k=rvq-2,v=rvq-4",
+    "tc-2": "k=tc-2,v=tc-2",
+}
+
+
+@pytest.mark.parametrize(("spec", "grows"), GROWS.items())
 def test_later_rows_join_as_the_note_says(spec: str, grows: str, tiny_a: LoadedModel, file: Callable, calibration: Calibration) -> None:
     codes = kvtool.load(file(spec), tiny_a, calibration=calibration)
     assert codes.notes[0].endswith(f"later rows join as {grows}") and codes.layers[0].grows == grows
     before = len(codes.cache[0].blocks)
+    framed = codes.cache[0].blocks[1].k.rope
+    assert (framed is None) == spec.endswith("frame=post")
     run(tiny_a, codes.cache, ids(300), [300])
     run(tiny_a, codes.cache, ids(1), [1])
     new = codes.cache[0].blocks[before:]
-    assert [(b.first, b.count) for b in new] == [(TOKENS, 256)]
+    assert [(b.first, b.count) for b in new] == [(TOKENS, 256)] and new[0].k.rope == framed
     assert f"k={new[0].k.codec.spec('k')},v={new[0].v.codec.spec('v')}" == grows and codes.cache[0].growth.recent == 32
 
 
@@ -342,6 +353,27 @@ def test_kv_bits_leave_codes_alone(tiny_a: LoadedModel, file: Callable) -> None:
     want = greedy(tiny_a, plain, 8)
     assert greedy(tiny_a, codes.cache, 8, kv_bits=4, quantized_kv_start=0) == want
     assert kinds(codes) == ["CodedKVCache"] * 4
+
+
+@pytest.mark.parametrize("spec", ["rvq-4", "affine-4", "commvq-2", "tc-2"])
+def test_no_loop_decodes_a_cache(spec: str, tiny_a: LoadedModel, file: Callable, calibration: Calibration, monkeypatch: Any) -> None:
+    """Loading, forking, prefill, decoding over a boundary, drafts with trims, and the state of all that: no call for decoded rows."""
+    path = file(spec)
+
+    def decoded(*_: Any) -> None:
+        raise AssertionError("all rows were decoded")
+
+    monkeypatch.setattr(Block, "rows", decoded)
+    monkeypatch.setattr(CodedKVCache, "keys_and_values", decoded)
+    codes = kvtool.load(path, tiny_a, calibration=calibration)
+    (fork,) = codes.fork(1)
+    greedy(tiny_a, codes.cache, 3, text("chat")[:1200], prefill_step_size=128)
+    prompt, caches = mx.array(ids(4)), [*fork.cache, *make_prompt_cache(tiny_a.model)]
+    list(speculative_generate_step(prompt, tiny_a.model, tiny_a.model, prompt_cache=caches, max_tokens=6, num_draft_tokens=2))
+    mx.eval([c.state for c in (*codes.cache, *fork.cache)])
+    assert len(codes.cache[0].blocks) > len(fork.cache[0].blocks)
+    with pytest.raises(AssertionError, match="all rows were decoded"):
+        kvtool.capture(tiny_a, cache=fork.cache, tokens=ids(fork.cache[0].offset))
 
 
 @pytest.mark.parametrize("spec", ["rvq-4", "tc-2", "vecinfer-2", "raw"])

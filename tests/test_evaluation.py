@@ -42,7 +42,8 @@ def test_scores_are_those_of_the_logits(family: str, tmp_path: Path) -> None:
     usable = report.prefix
     fed, targets = text[:-1], np.array(text[1:])
     own = logp(model, fill(model, ids(PREFIX)[:usable], [usable - 1, 1]), fed)
-    arms = {"own": own, "transferred": logp(model, kvtool.load(path, model, decode=True).cache, fed), "none": logp(model, fill(model, [], []), fed)}
+    transferred = logp(model, kvtool.load(path, model, decode=True).cache, fed)
+    arms = {"own": own, "transferred": transferred, "none": logp(model, fill(model, [], []), fed)}
     for name, other in arms.items():
         kl = (np.exp(own) * (own - other)).sum(-1)
         result = report.arm(name)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.cuda_attend_cases import COMPILED
 from tests.cuda_mutations import CUDA_MUTATIONS, cases_of, mutated, reaches
-from veloxquant_mlx.selftest.case import Mutation
+from veloxquant_mlx.metal._backend import forced
+from veloxquant_mlx.selftest.case import Case, Mutation
 from veloxquant_mlx.selftest.cases import CASES
 from veloxquant_mlx.selftest.run import Dispatch, dispatches
 
@@ -29,6 +32,7 @@ FLAGS = (
     "-std=c++17", "-arch=sm_90", "-cubin", "-Werror", "all-warnings", "-Xcicc", "-O1", "-Xptxas", "-O1",
     "--diag-suppress", "177,186,550",  # unused variables and unsigned < 0: where a template argument makes them so
 )
+MUTANT_FLAGS = tuple({"-cubin": "-ptx", "-O1": "-O0"}.get(flag, flag) for flag in FLAGS)  # no mutant changes what only ptxas reads
 TYPES = {
     mx.bool_: "bool", mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t", mx.uint64: "uint64_t", mx.int8: "int8_t",
     mx.int16: "int16_t", mx.int32: "int32_t", mx.int64: "int64_t", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float",
@@ -91,17 +95,17 @@ def translation_unit(found: list[Dispatch]) -> str:
     return "\n".join([PREAMBLE, *includes, gone, *parts])
 
 
-def compile_text(text: str) -> str | None:
+def compile_text(text: str, flags: tuple[str, ...] = FLAGS) -> str | None:
     """What nvcc says against the text, or None; remembered for texts that were fine."""
     version = subprocess.run([str(NVCC), "--version"], capture_output=True, check=True).stdout
-    stamp = CACHE / hashlib.sha256(version + repr(FLAGS).encode() + text.encode()).hexdigest()[:24]
+    stamp = CACHE / hashlib.sha256(version + repr(flags).encode() + text.encode()).hexdigest()[:24]
     if stamp.exists():
         return None
     CACHE.mkdir(parents=True, exist_ok=True)
     source = stamp.with_suffix(f".{os.getpid()}.cu")
     source.write_text(text, encoding="utf-8")
     try:
-        command = [str(NVCC), *FLAGS, "-o", os.devnull, str(source)]
+        command = [str(NVCC), *flags, "-o", os.devnull, str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     finally:
         source.unlink()
@@ -113,11 +117,21 @@ def compile_text(text: str) -> str | None:
     return None
 
 
+def cuda_dispatches(cases: Iterable[Case]) -> list[Dispatch]:
+    """`dispatches` as on CUDA: it draws the cases after it has set the back end to Metal, and here that is changed while it does."""
+
+    def drawn() -> Iterator[Case]:
+        with forced("cuda"):
+            yield from cases
+
+    return dispatches(drawn())
+
+
 @pytest.fixture(scope="module")
 def by_function(request: pytest.FixtureRequest) -> dict[str, list[Dispatch]]:
     selected = {item.name for item in request.session.items}
     chosen = [f for f in functions if f"test_cuda_compiles[{f}]" in selected]
-    return {f: dispatches(case for case in CASES if case.function == f) for f in chosen}
+    return {f: cuda_dispatches(case for case in (*CASES, *COMPILED) if case.function == f) for f in chosen}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +157,7 @@ def test_cuda_compiles(function: str, by_function: dict[str, list[Dispatch]], al
 
 def changed(mutation: Mutation) -> list[Dispatch]:
     """What the named cases dispatch to the mutated kernels."""
-    found = [d for d in dispatches(cases_of(mutation)) if reaches(mutation, d.kernel)]
+    found = [d for d in cuda_dispatches(cases_of(mutation)) if reaches(mutation, d.kernel)]
     return [replace(d, kernel=mutated(d.kernel, mutation)) for d in found]
 
 
@@ -157,6 +171,6 @@ def test_mutations_compile() -> None:
     """All at once; a mutant that does not compile would prove nothing on a GPU."""
     halves = [[d for m in CUDA_MUTATIONS[half::2] for d in changed(m)] for half in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        problems = [problem for problem in pool.map(lambda part: compile_text(translation_unit(part)), halves) if problem]
+        problems = [problem for problem in pool.map(lambda part: compile_text(translation_unit(part), MUTANT_FLAGS), halves) if problem]
     if problems:
         pytest.fail("\n".join(problems), pytrace=False)

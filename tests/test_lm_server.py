@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,26 @@ def test_a_request_goes_on_from_the_file(url: str, file: Path) -> None:
     assert len(model.tokenizer.encode(PROMPT)) >= held
 
 
+def test_the_files_own_prompt_and_none_at_all_do_not_end_the_server(url: str, file: Path) -> None:
+    """mlx-lm's thread dies of a request that leaves nothing to run."""
+    with kvtool.open(file) as archive:
+        held = archive.length
+    exact = complete(url, PROMPT)
+    assert exact["usage"]["prompt_tokens_details"]["cached_tokens"] == exact["usage"]["prompt_tokens"] - 1 >= held - 1
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        complete(url, "")
+    assert "no tokens" in refused.value.read().decode()
+    assert complete(url, PROMPT[: len(PROMPT) // 2])["usage"]["prompt_tokens_details"]["cached_tokens"] > held // 3
+
+
+def test_the_file_stays_however_many_prompts_come(url: str, file: Path) -> None:
+    with kvtool.open(file) as archive:
+        held = archive.length
+    for i in range(12):
+        complete(url, f"{i} is a number, and {i + 1} is another")
+    assert complete(url, PROMPT + "And now")["usage"]["prompt_tokens_details"]["cached_tokens"] >= held - 1
+
+
 def test_another_prompt_is_not_the_files(url: str) -> None:
     assert complete(url, "Hello there, this is")["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -84,7 +105,7 @@ def test_a_port_in_use_ends_the_server_with_an_error(file: Path) -> None:
     assert done.returncode == 1 and "error:" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("option", ["--model", "--kv-bits", "--adapter-path=x"])
+@pytest.mark.parametrize("option", ["--model", "--kv-bits", "--adapter-path=x", "--draft-model"])
 def test_options_that_do_not_go_with_it_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=option.partition("=")[0]):
         serve(kvtool.load_model("tiny-a"), [], [option, "8"])

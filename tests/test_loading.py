@@ -3,9 +3,14 @@
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import kvtool
+from formats.container import open_container
+from formats.errors import ManifestError
+from kvtool.cli._common import quality_line
+from tests.library import rewrite
 from veloxquant_mlx.caches.coded import CodedKVCache
 
 TEXT = "A prompt that several agents share, about caches and codes. " * 30
@@ -66,3 +71,50 @@ def test_make_cache_grows_codes_from_nothing(model: kvtool.LoadedModel) -> None:
 def test_make_cache_refuses_what_cannot_grow(model: kvtool.LoadedModel, codec: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         kvtool.make_cache(model, codec)
+
+
+def test_a_file_made_from_live_codes_says_so(model: kvtool.LoadedModel, tmp_path: Path) -> None:
+    kvtool.save(kvtool.capture(model, TEXT), tmp_path / "a.kv", codec="rvq-4")
+    restored = kvtool.load(tmp_path / "a.kv", model)
+    kvtool.save(kvtool.capture(model, cache=restored.cache, tokens=restored.tokens), tmp_path / "b.kv")
+    with kvtool.open(tmp_path / "b.kv") as archive:
+        (step,) = archive.manifest.quality
+    assert step["step"] == "live" and "rvq-4" in step["codec"] and step["layers"] == [0, 1, 2, 3]
+    assert "decoded rows" in quality_line(step)
+    assert kvtool.capture(model, cache=kvtool.load(tmp_path / "a.kv", model, decode=True).cache).history == ()
+
+
+def test_pending_is_refused_once_the_caches_have_gone_on(model: kvtool.LoadedModel, tmp_path: Path) -> None:
+    kvtool.save(kvtool.capture(model, TEXT), tmp_path / "a.kv", codec="rvq-4")
+    restored = kvtool.load(tmp_path / "a.kv", model)
+    assert len(restored.pending()) == 1 == len(restored.pending())
+    model.model(mx.array([[5, 6, 7]]), cache=restored.cache)
+    with pytest.raises(ValueError, match="gone on since"):
+        restored.pending()
+
+
+@pytest.mark.parametrize("live", ["tcz-1", "raw", "rvq-9", 7])
+def test_live_must_be_readable(model: kvtool.LoadedModel, tmp_path: Path, live: object) -> None:
+    kvtool.save(kvtool.capture(model, TEXT), tmp_path / "a.kv", codec="rvq-4")
+    with pytest.raises(TypeError if live == 7 else ValueError, match=r"live must|rvq-N|spec string"):
+        kvtool.load(tmp_path / "a.kv", model, live=live)
+
+
+def test_mlx_lms_own_model_is_refused_by_name(model: kvtool.LoadedModel, tmp_path: Path) -> None:
+    kvtool.save(kvtool.capture(model, TEXT), tmp_path / "a.kv", codec="rvq-4")
+    for call in (lambda m: kvtool.load(tmp_path / "a.kv", m), lambda m: kvtool.capture(m, TEXT), lambda m: kvtool.make_cache(m, "rvq-4")):
+        with pytest.raises(TypeError, match=r"must come from kvtool\.load_model, but got Model"):
+            call(model.model)
+
+
+def test_tables_that_no_rows_can_be_read_with_are_found_at_the_load(model: kvtool.LoadedModel, tmp_path: Path) -> None:
+    """A file whose digests fit, and whose widths of planes do not."""
+    path = tmp_path / "a.kv"
+    kvtool.save(kvtool.capture(model, TEXT), path, codec="commvq-2", compress=False)
+    with open_container(path) as reader:
+        name = next(name for name in reader.tensors if name.endswith("widths"))
+        widths = np.full_like(reader.array(name), 255)
+    forged = rewrite(path, tmp_path / "forged.kv", lambda m: None, {name: ("U8", widths)})
+    for decode in (False, True):
+        with pytest.raises(ManifestError, match="widths"):
+            kvtool.load(forged, model, decode=decode)

@@ -19,7 +19,7 @@ import veloxquant_mlx.transfer.rope as rope
 from tests import oracles, tiny_random
 from veloxquant_mlx.metal import metal_available
 from veloxquant_mlx.metal._crosskv_rope import crosskv_rope_recode, is_available
-from veloxquant_mlx.transfer.rope import METHODS, RopeSpec, UnknownRope, describe_rope, rotate
+from veloxquant_mlx.transfer.rope import METHODS, RopeSpec, UnknownRope, cos_sin, describe_rope, rotate
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 POSITIONS = (10, 5_000, 50_000, 131_072, 1_000_000)
@@ -421,3 +421,15 @@ def test_crosskv_edges_and_errors() -> None:
         crosskv_rope_recode(keys.astype(mx.int32), mx.arange(4), 1e4, 1e6)
     with pytest.raises(ValueError, match="target_base must be positive"):
         crosskv_rope_recode(keys, mx.arange(4), 1e4, 0.0)
+
+
+def test_cos_sin_across_pages_is_what_rope_turns_by() -> None:
+    """Spans within a page of kept angles, over its edge and over several."""
+    for spec in (RopeSpec("default", 16, base=1e4), RopeSpec("yarn", 8, base=500.0, magnitude=1.25)):
+        for start, stop in ((0, 1), (5, 4096), (4095, 4097), (4096, 4100), (4000, 12500), (70_000, 70_003)):
+            table = cos_sin(spec, start, stop)
+            half = spec.dims // 2
+            x = mx.concatenate([mx.ones((stop - start, half)), mx.zeros((stop - start, half))], axis=-1)
+            wanted = rotate(x[None], np.arange(start, stop), RopeSpec("none", spec.dims, base=1.0, scale=0.0), spec)[0]
+            assert table.shape == (stop - start, spec.dims)
+            assert mx.array_equal(table, wanted)

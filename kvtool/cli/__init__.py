@@ -37,6 +37,7 @@ COMMANDS = {
     "demo": "kvtool.cli.demo",
     "doctor": "kvtool.cli.doctor",
     "selftest": "kvtool.cli.selftest",
+    "bench": "kvtool.cli.bench",
 }
 INTERRUPTED = 130
 # 128 + SIGPIPE, as a shell says of `yes | head`.

@@ -147,7 +147,8 @@ def quality_line(step: dict[str, Any]) -> str:
     roles = (("keys", step.get("k_relative_error")), ("values", step.get("v_relative_error")))
     figures = [f"{label} {figure:.3g}" for label, figure in roles if isinstance(figure, int | float)]
     before = ", of what mlx-lm had quantised" if step.get("requantised") else ""
-    error = f"squared error / energy: {', '.join(figures)}" if figures else "no added error"
+    none = step["note"] if isinstance(step.get("note"), str) else "no added error"
+    error = f"squared error / energy: {', '.join(figures)}" if figures else none
     kl = step.get("kl")
     measured = f"; KL {kl:.3g} nats a token on the prompt" if isinstance(kl, int | float) else ""
     return f"{step['step']} {step.get('codec', '')}{before}: {error}{measured}"

@@ -32,6 +32,8 @@ def command(model_name: str, files: tuple[str, ...], dtype: str, output: str | N
     """
     if output is not None:
         check_target(output)
+    else:
+        store.check_writable()
     texts = _read(files)
 
     from kvtool.calibrating import calibrate

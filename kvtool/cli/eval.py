@@ -117,7 +117,9 @@ def command(
     """
     given = {p for p in context.params if context.get_parameter_source(p) is not click.core.ParameterSource.DEFAULT}
     if (source is None) == (not codecs):
-        raise click.UsageError("give IN.kv or --codec" if source is None else "give IN.kv or --codec, not both")
+        raise click.UsageError(
+            "give IN.kv or --codec (--robustness wants --codec too)" if source is None else "give IN.kv or --codec, not both"
+        )
     if source is not None:
         _only(given, (*SWEEP_ONLY, "csv_file", "robustness"), "--codec")
     else:

@@ -151,6 +151,10 @@ def command(
 
         tables = resolve(calibration, model.info.weights)
         family = plan.k.id
+        if family not in ("tc", "tcz"):
+            raise click.UsageError(
+                f"--quality finds the rate of tc-N or tcz-R, not of {plan.spec()}: leave --codec out, or give one of these"
+            )
         if family == "tcz" and tables is None:
             family = "tc"
             note("no calibration of this model: tc, with tables learnt from the prompt, instead of tcz")

@@ -20,11 +20,11 @@ from kvtool.cli._common import calibration_option, dtype_option, model_option, n
 )
 @calibration_option
 @dtype_option
-@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.argument("options", metavar="[SERVER_OPTION]...", nargs=-1, type=click.UNPROCESSED)
 def command(
     model_name: str, files: tuple[str, ...], codec: str | None, calibration: str | None, dtype: str, options: tuple[str, ...]
 ) -> None:
-    """Serve a model with mlx_lm.server, whose prompt cache holds these files from the start. OPTIONS are mlx_lm.server's own.
+    """Serve a model with mlx_lm.server, whose prompt cache holds these files from the start. SERVER_OPTION is any of mlx_lm.server's own.
 
     \b
     Example:

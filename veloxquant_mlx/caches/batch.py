@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache, _BaseCache, dynamic_roll
 
-from veloxquant_mlx.caches.blocks import Block, merged, tile_tokens
+from veloxquant_mlx.caches.blocks import Block, attend, merged, tile_tokens
 from veloxquant_mlx.caches.hook import hold
 from veloxquant_mlx.caches.visibility import BatchVisibility
 
@@ -109,7 +109,7 @@ class BatchFetched:
             lefts = tuple(self.rows[owner].left for owner in owners)
             seen = BatchVisibility(mask[of], lefts, kv_heads, groups, self.window)
             own = q[of].swapaxes(0, 1).reshape(kv_heads, -1, dim)
-            out, lse = merged([block.attend(own, seen, block.first, tile) for block in blocks])
+            out, lse = attend(((block, block.first) for block in blocks), own, seen, tile)
             rows = (kv_heads, len(owners), groups * count)
             self._put(found, places, owners, out.reshape(*rows, -1).swapaxes(0, 1), lse.reshape(rows).swapaxes(0, 1))
         self._put(found, places, range(batch), *self._tails(q, mask[..., start:], groups))

@@ -8,9 +8,9 @@ a row in another codec's decoder falls on the query, and on the sum (`codecs._re
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -21,11 +21,12 @@ from veloxquant_mlx.codecs._base import Codec
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.metal._backend import backend
-from veloxquant_mlx.transfer.rope import RopeSpec, cos_sin, half_split, rotate, unrotated
+from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, rotate, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
 NATIVE_ROWS = 64  # queries of a KV head up to which the native back end is used
 TILE_STEP = 64  # tokens of a tile are a multiple of it
+MERGED = 8  # blocks whose results are held beside each other
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,28 +144,36 @@ class Block:
         shared: mx.array | None = None
         if after is not None:
             (total,) = mx.depends([total], [after])
-        for start in range(0, self.count, tile):
-            stop = min(start + tile, self.count)
-            mask = seen.tile(column + start, column + stop)
-            if mask is False:
-                continue
-            scores, given = keys.scores(*self._span("k", start, stop), self.first + start, after=total, rows=bool(values.codec.needs))
+        tiles = [(start, min(start + tile, self.count)) for start in range(0, self.count, tile)]
+        tiles = [(start, stop) for start, stop in tiles if seen.tile(column + start, column + stop) is not False]
+        # The scores of few queries are few: several tiles share one array of them, at most of a tile's size, and all that is done to it.
+        together = 1 if values.codec.needs else max(1, q.shape[2] // rows)
+        for group in (tiles[i : i + together] for i in range(0, len(tiles), together)):
+            begin, end = group[0][0], group[-1][1]
+            mask = seen.tile(column + begin, column + end)
+            spans = [self._span("k", start, stop) for start, stop in group]
+            scores, given = keys.scores(spans, self.first + begin, after=total, rows=bool(values.codec.needs))
             if mask is not True:
                 scores = scores + mask if mask.dtype != mx.bool_ else mx.where(mask, scores, -math.inf)
             largest = mx.maximum(most, mx.max(scores, axis=-1, keepdims=True))
             base = mx.where(largest == -math.inf, 0.0, largest)
             weights, fade = mx.exp(scores - base), mx.exp(most - base)
             most, total = largest, total * fade + mx.sum(weights, axis=-1, keepdims=True)
-            part = values.tile(*self._span("v", start, stop), given, after=total)
+            span = self._span("v", begin, end)
+            whole = values.tile(*span, given, after=total) if len(group) == 1 else values.sides(*span)
             if values.mean is not None:
-                with_mean = mx.sum(weights, axis=-1, keepdims=True) if part.centred is None else mx.matmul(weights, part.centred[..., None])
+                every = whole.centred is None
+                with_mean = mx.sum(weights, axis=-1, keepdims=True) if every else mx.matmul(weights, whole.centred[..., None])
                 centred = centred * fade + with_mean
-            if part.shared is not None:
-                sums = mx.matmul(weights, part.shared)
+            if whole.shared is not None:
+                sums = mx.matmul(weights, whole.shared)
                 shared = sums if shared is None else shared * fade + sums
-            weights = weights if part.scale is None else weights * part.scale[:, None]
-            out = out * fade + mx.matmul(weights, part.points)
-            # The next tile comes after all sums of this one: what they are taken of would else wait in memory, tile upon tile.
+            weights = weights if whole.scale is None else weights * whole.scale[:, None]
+            out = out * fade
+            for start, stop in group:
+                part = whole if len(group) == 1 else values.tile(*self._span("v", start, stop), after=total if start == begin else out)
+                out = out + mx.matmul(weights[..., start - begin : stop - begin], part.points)
+            # The next tile comes after all sums of these: what they are taken of would else wait in memory, tile upon tile.
             (total,) = mx.depends([total], [out, centred, *([] if shared is None else [shared])])
         norm = mx.where(total > 0, total, 1.0)
         out = values.unturned(out / norm)
@@ -184,7 +193,7 @@ class Block:
             return None
         rope, angles = self.k.rope, None
         if rope is not None:
-            q, angles = half_split(q, rope), cos_sin(rope, self.first, self.stop)
+            q, angles = half_split(q, rope), _angles(rope, self.first, self.stop)
         return native.attend(q, k, v, self.k_from, self.v_from, self.count, bounds, angles, 0 if rope is None else rope.first)
 
     def _span(self, role: str, start: int, stop: int) -> tuple[int, int]:
@@ -213,17 +222,31 @@ class _Keys:
             stays = [slice(0, first), slice(first + 2 * half, None)]
             self.by_rest = sum(mx.sum(self.q[..., at] * mean[:, None, at], axis=-1, keepdims=True) for at in stays)
 
-    def scores(self, start: int, stop: int, position: int, after: mx.array, rows: bool) -> tuple[mx.array, dict[str, mx.array] | None]:
-        """(H, R, n) float32, and the decoded rows before RoPE where asked for."""
-        reader = self.reader
-        tile = reader.tile(start, stop, after=after)
-        given = {"k": _decoded(reader, tile)} if rows else None
-        if self.rope is None:
-            return self._finished(tile, mx.matmul(self.q, tile.points.swapaxes(1, 2)), self.by_mean), given
-        table = cos_sin(self.rope, position, position + stop - start)
-        dots = self._turned_dots(reader.unturned(tile.points), table)
-        by_mean = None if self.by_mean is None else mx.matmul(self.by_mean, table.swapaxes(0, 1)) + self.by_rest
-        return self._finished(tile, dots, by_mean), given
+    def scores(
+        self, tiles: Sequence[tuple[int, int]], position: int, after: mx.array, rows: bool
+    ) -> tuple[mx.array, dict[str, mx.array] | None]:
+        """(H, R, n) float32 of neighbouring tiles, the first at a position, and their decoded rows before RoPE where asked for."""
+        reader, begin, end = self.reader, tiles[0][0], tiles[-1][1]
+        # Of all tiles together only what goes with the points is read; their points, tile by tile.
+        whole = reader.tile(begin, end, after=after) if len(tiles) == 1 else reader.sides(begin, end)
+        given = {"k": _decoded(reader, whole)} if rows else None
+        dots: list[mx.array] = []
+        means: list[mx.array] = []
+        for start, stop in tiles:
+            part = whole if len(tiles) == 1 else reader.tile(start, stop, after=dots[-1] if dots else after)
+            if self.rope is None:
+                dots.append(mx.matmul(self.q, part.points.swapaxes(1, 2)))
+                continue
+            table = cos_sin(self.rope, position + start - begin, position + stop - begin)
+            dots.append(self._turned_dots(reader.unturned(part.points), table))
+            if self.by_mean is not None:
+                means.append(mx.matmul(self.by_mean, table.swapaxes(0, 1)) + self.by_rest)
+        scores = _joined(dots)
+        scores = scores if whole.scale is None else scores * whole.scale[:, None]
+        if self.by_mean is None:
+            return scores, given
+        by_mean = _joined(means) if means else self.by_mean
+        return scores + (by_mean if whole.centred is None else whole.centred[:, None] * by_mean), given
 
     def _turned_dots(self, x: mx.array, table: mx.array) -> mx.array:
         """Queries times rows (H, n, D) in half-split order, rotated by the angles of `table`."""
@@ -238,12 +261,9 @@ class _Keys:
         stays = [at for at in (slice(0, first), slice(first + 2 * half, None)) if x[..., at].shape[-1]]
         return sum((mx.matmul(self.q[..., at], x[..., at].swapaxes(1, 2)) for at in stays), dots)
 
-    @staticmethod
-    def _finished(tile: Tile, dots: mx.array, by_mean: mx.array | None) -> mx.array:
-        scores = dots if tile.scale is None else dots * tile.scale[:, None]
-        if by_mean is None:
-            return scores
-        return scores + (by_mean if tile.centred is None else tile.centred[:, None] * by_mean)
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
 def _decoded(reader: RowReader, tile: Tile) -> mx.array:
@@ -256,10 +276,30 @@ def _decoded(reader: RowReader, tile: Tile) -> mx.array:
     return x + (reader.mean[:, None] if tile.centred is None else tile.centred[..., None] * reader.mean[:, None])
 
 
+def _angles(rope: RopeSpec, first: int, stop: int) -> mx.array:
+    """`cos_sin` of a whole block, which is joined from pages no more often than need be."""
+    return cos_sin(rope, first, stop) if first // PAGE == (stop - 1) // PAGE else _joined_angles(rope, first, stop)
+
+
+@lru_cache(maxsize=16)  # all layers have the same blocks
+def _joined_angles(rope: RopeSpec, first: int, stop: int) -> mx.array:
+    return cos_sin(rope, first, stop)
+
+
 def tile_tokens(heads: int, dim: int) -> int:
     """Tokens of a tile for keys of that many heads and entries, by the device that MLX uses."""
     values = TILE_VALUES["gpu" if mx.default_device() == mx.gpu else "cpu"]
-    return max(1, values // (heads * dim) // TILE_STEP) * TILE_STEP
+    return min(PAGE, max(1, values // (heads * dim) // TILE_STEP) * TILE_STEP)
+
+
+def attend(blocks: Iterable[tuple[Block, int]], q: mx.array, seen: Visibility, tile: int) -> tuple[mx.array, mx.array]:
+    """Attention to blocks, each given with the column of its first row, one after another: at no time are tiles of two in memory."""
+    parts: list[tuple[mx.array, mx.array]] = []
+    for block, column in blocks:
+        parts.append(block.attend(q, seen, column, tile, parts[-1][0] if parts else None))
+        if len(parts) == MERGED:  # results of many queries take more room than tiles
+            parts = [merged(parts)]
+    return merged(parts)
 
 
 def merged(parts: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:

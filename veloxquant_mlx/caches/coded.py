@@ -13,14 +13,15 @@ cache returns cannot use it (`caches.families` says which).
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models.cache
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from veloxquant_mlx.caches.batch import BatchCodedKVCache
-from veloxquant_mlx.caches.blocks import Block, CodedRows, merged, tile_tokens
+from veloxquant_mlx.caches.blocks import Block, CodedRows, attend, merged, tile_tokens
 from veloxquant_mlx.caches.hook import hold
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import CODECS
@@ -30,7 +31,6 @@ from veloxquant_mlx.transfer.rope import RopeSpec
 
 BLOCK = 256  # rows that leave the tail together: a codec that stores a mean of its rows stores one for them
 STEP = 64  # rows that the tail's buffers grow by
-MERGED = 8  # blocks whose results are held beside each other
 _DTYPES = {name: dtype for dtype, name in FLOATS.items()}
 
 
@@ -121,13 +121,8 @@ class Fetched:
             mask = mask[..., -columns:]  # rows that left the window since the mask was made
         seen = Visibility.of(mask, heads, kv_heads, count, columns, self.window)
         q = queries.astype(mx.float32).reshape(kv_heads, -1, dim) * scale
-        parts: list[tuple[mx.array, mx.array]] = []
-        column, tile = 0, tile_tokens(kv_heads, dim)
-        for block in blocks:
-            parts.append(block.attend(q, seen, column, tile, parts[-1][0] if parts else None))
-            column += block.count
-            if len(parts) == MERGED:  # results of many queries take more room than tiles
-                parts = [merged(parts)]
+        firsts = accumulate((block.count for block in blocks), initial=0)
+        parts = [attend(zip(blocks, firsts, strict=False), q, seen, tile_tokens(kv_heads, dim))]
         if sinks is not None:
             lse = mx.broadcast_to(sinks.astype(mx.float32).reshape(kv_heads, -1, 1), (kv_heads, heads // kv_heads, count))
             parts.append((mx.zeros_like(parts[0][0]), lse.reshape(kv_heads, -1)))
@@ -288,6 +283,11 @@ class CodedKVCache(_BaseCache):
         unique = {id(part): part.nbytes for block in self.blocks for coded in (block.k, block.v) for part in coded.parts.values()}
         return sum(unique.values()) + sum(x.nbytes for x in self._tail or ())
 
+    def specs(self) -> set[str]:
+        """Specs of the lossy codecs that hold rows now, such as "k=rvq-4,v=rvq-4"."""
+        lossy = [block for block in self.blocks if not (isinstance(block.k.codec, Raw) and isinstance(block.v.codec, Raw))]
+        return {f"k={block.k.codec.spec('k')},v={block.v.codec.spec('v')}" for block in lossy}
+
     def is_trimmable(self) -> bool:
         """False once a window has dropped rows that a shorter sequence would see."""
         return not self.window or self.offset == self.columns
@@ -298,8 +298,8 @@ class CodedKVCache(_BaseCache):
         Raises:
             ValueError: n is negative, or rows that a shorter sequence would see have left the window.
         """
-        if n < 0:
-            raise ValueError(f"[CodedKVCache] n must be an integer of at least 0, but got {n}.")
+        if type(n) is not int or n < 0:
+            raise ValueError(f"[CodedKVCache] n must be an integer of at least 0, but got {n!r}.")
         if n and not self.is_trimmable():
             held = f"{self.columns} of {self.offset} rows are here"
             raise ValueError(f"[CodedKVCache] n must be 0 once rows have left the window of {self.window} ({held}), but got {n}.")
@@ -365,6 +365,8 @@ class CodedKVCache(_BaseCache):
 
 
 BatchCodedKVCache.single = CodedKVCache
+# mlx-lm looks the classes of a prompt-cache file up in its own module.
+mlx_lm.models.cache.CodedKVCache = CodedKVCache
 
 
 def _sizes(block: Block) -> tuple[int, int, int]:

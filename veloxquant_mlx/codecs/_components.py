@@ -40,16 +40,16 @@ class Components:
         return (points(shape, width) / np.float32(1 - distortion(shape, width) if self.unbiased else 1)).astype(np.float32)
 
     @cached_property
-    def _by_width(self) -> list[tuple[int, np.ndarray, np.ndarray, mx.array, mx.array]]:
-        """Per width in use: the width, its components, their bytes in a block, their points one after another, and where each begins."""
+    def _by_width(self) -> list[tuple[int, np.ndarray, mx.array, mx.array, mx.array]]:
+        """Per width in use: the width, its components, their words in a block, their points one after another, and where each begins."""
         start = 4 * (np.cumsum(self.widths) - self.widths)
         groups = []
         for width in np.unique(self.widths[self.widths > 0]).tolist():
             own = np.flatnonzero(self.widths == width)
-            at = (start[own][:, None] + np.arange(4 * width)).reshape(-1)
+            at = mx.array(((start[own] // 4)[:, None] + np.arange(width)).reshape(-1).astype(np.uint32))
             table = mx.array(np.concatenate([self.table(i) for i in own]))
             first = mx.array((np.arange(len(own)) << width).astype(np.uint32))
-            mx.eval(table, first)
+            mx.eval(at, table, first)
             groups.append((width, own, at, table, first))
         return groups
 
@@ -80,19 +80,22 @@ class Components:
     def pack(self, codes: np.ndarray) -> mx.array:
         """Codes (n, T), T a multiple of 32 -> (1, T / 32, bytes) uint8."""
         blocks = codes.shape[1] // BLOCK
-        out = np.zeros((blocks, self.block_bytes), np.uint8)
-        if not blocks:
-            return mx.array(out)[None]
-        for width, own, at, _, _ in self._by_width:
-            rows = np.ascontiguousarray(codes[own].reshape(len(own), blocks, BLOCK).swapaxes(0, 1))
-            out[:, at] = np.array(pack(mx.array(rows), width)).reshape(blocks, -1)
-        return mx.array(out)[None]
+        out = np.zeros((blocks, self.block_bytes // 4, 4), np.uint8)
+        if blocks:
+            for width, own, at, _, _ in self._by_width:
+                rows = np.ascontiguousarray(codes[own].reshape(len(own), blocks, BLOCK).swapaxes(0, 1))
+                out[:, np.array(at)] = np.array(pack(mx.array(rows), width)).reshape(blocks, -1, 4)
+        return mx.array(out.reshape(1, blocks, self.block_bytes))
 
     def unpack(self, packed: mx.array) -> mx.array:
         """Points of packed codes, (blocks, bytes) uint8 -> (blocks, n, 32) float32."""
         blocks, groups = packed.shape[0], []
+        words = packed.reshape(blocks, self.block_bytes // 4, 4)
         for width, own, at, table, first in self._by_width:
-            codes = unpack(mx.take(packed, mx.array(at.astype(np.uint32)), axis=1).reshape(blocks, len(own), 4 * width), width, BLOCK)
-            groups.append(mx.take(table, codes.astype(mx.uint32) + first[:, None]))
-        groups.append(mx.zeros((blocks, int((self.widths == 0).sum()), BLOCK)))
-        return mx.take(mx.concatenate(groups, axis=1), self._order, axis=1)
+            # By words of four bytes, and along the axis of a flat table: on a CPU, MLX's gather costs by the piece.
+            taken = mx.take(words, at, axis=1).reshape(blocks, len(own), 4 * width)
+            place = unpack(taken, width, BLOCK).astype(mx.uint32) + first[:, None]
+            groups.append(mx.take_along_axis(table, place.reshape(place.size), axis=0).reshape(place.shape))
+        if none := int((self.widths == 0).sum()):
+            groups.append(mx.zeros((blocks, none, BLOCK)))
+        return groups[0] if len(groups) == 1 else mx.take(mx.concatenate(groups, axis=1), self._order, axis=1)

@@ -223,6 +223,9 @@ class _RotatedReader(RowReader):
         rows.rotation(*(native.shared(x) for x in factors(dim, self.codec.seed)))
         return rows
 
+    def sides(self, start: int, stop: int) -> Tile:
+        return self.tile(start, stop)  # lazy: nothing is looked up
+
 
 def encode_centred(
     codec: Codec, x: mx.array, center: bool, encode_block: Callable[[mx.array, mx.array | None], dict[str, mx.array]]

@@ -2,10 +2,15 @@
 
 Grid: one threadgroup per (batch, KV head, block of query rows) along x and per split of the sequence along y. The shape of a threadgroup
 comes from D and the heads per KV head alone; the number of splits, from the sizes of the call, is passed at run time.
+
+On CUDA, one query a head over codes of the sizes that a `Decode` is made for takes that kernel instead: the same grid, inputs and
+outputs, tensor cores for both products.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -23,6 +28,14 @@ MAX_CUDA_NSG = 16  # a CUDA thread has at most 65536 / threads registers
 BUSY_GROUPS = 512  # threadgroups that fill a large GPU
 KEYS_PER_SPLIT = 256  # fewer are not worth a second pass
 MAX_AUTO_SPLITS = 64
+
+DECODE_DIM = 128  # as in decode_parts.cu, here and below
+DECODE_ROWS = 4
+DECODE_WARPS = 8
+DECODE_TABLE_BYTES = 65536
+DECODE_CODE_BYTES = 2048  # of a warp's step
+DECODE_QUERY_BYTES = 4 * DECODE_ROWS * (144 + 1)
+DECODE_BLOCKS = 264  # two on each multiprocessor of an H100 or H200
 
 _METAL_MEMORY = "threadgroup float pool[POOL];\nthreadgroup float tables[TABLES];\n"
 _METAL_PLACE = "threadgroup_position_in_grid.x, threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
@@ -49,6 +62,42 @@ def attend_kernel(name: str, inputs: tuple[str, ...], readers: str) -> Kernel:
     return Kernel(name, (*COMMON, *inputs), ("out", "lse"), ("bits", "attend", "attend_readers"), metal, cuda)
 
 
+@dataclass(frozen=True)
+class Decode:
+    """A family's kernel for one query a head, 128 channels and the family's own codes of 4 bits.
+
+    Fields:
+        memory: bytes of shared memory, of the table of pairs or of the warps, before the queries'.
+    """
+
+    kernel: Kernel
+    memory: int
+
+
+def decode_kernel(general: Kernel, fast: str, *, zeros: bool, warps: str = "0") -> Kernel:
+    """The CUDA kernel of a family for one query a head; what `decode` refuses goes through the general text, with the same threads.
+
+    Args:
+        fast: defines `fast_keys` and `fast_values`.
+        zeros: whether values have zeros of their own.
+        warps: bytes of shared memory before that of the values.
+    """
+    body = f"""
+char* memory = kvtool::decode_memory();
+{fast}
+if (kvtool::decode<RB, NORM, BIAS, {str(zeros).lower()}>(
+        q, q_scale, dims, start, k_norm, k_bias, out, lse, fast_keys, fast_values, memory, memory + {warps}, memory + MEMORY)) {{
+  return;
+}}
+float* pool = reinterpret_cast<float*>(memory);
+float* tables = pool + POOL;
+const unsigned thread_index_in_threadgroup = threadIdx.x;
+"""
+    rest = general.cuda.removeprefix(_CUDA_MEMORY)
+    sources = (*general.sources, "decode_parts", "decode_keys", "decode_values", "decode")
+    return Kernel(f"{general.name}_decode", general.inputs, general.outputs, sources, "", body + rest)
+
+
 FINISH = Kernel(
     name="attend_finish",
     inputs=("parts", "part_lse", "rotation", "dims"),
@@ -58,7 +107,8 @@ FINISH = Kernel(
 kvtool::attend_finish<D>(
     parts, part_lse, rotation, dims, out, lse, merged, threadgroup_position_in_grid.x, thread_index_in_threadgroup);""",
     cuda="""__shared__ float merged[D];
-kvtool::attend_finish<D>(parts, part_lse, rotation, dims, out, lse, merged, blockIdx.x, threadIdx.x);""",
+__shared__ float weights[kvtool::ATTEND_MAX_SPLITS];
+kvtool::attend_finish<D>(parts, part_lse, rotation, dims, out, lse, merged, weights, blockIdx.x, threadIdx.x);""",
 )
 
 
@@ -81,6 +131,7 @@ def launch(
     k_bias: mx.array | None = None,
     multiple: int = 1,
     nsg: int | None = None,
+    decode: Decode | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Run an attend kernel.
 
@@ -95,28 +146,37 @@ def launch(
         k_bias: (B, H_kv, S_kv), added to the scores.
         multiple: of elements that a lane must hold.
         nsg: SIMD-groups in a threadgroup; None to choose.
+        decode: the family's kernel for one query a head, where the codes fit it.
     """
     if options.empty:
         return nothing(options)
-    elements, lanes, rows, nsg = tile(options.dim, options.heads_per_kv, multiple, nsg)
+    fast = decode is not None and backend() == "cuda" and options.queries == 1 and options.dim == DECODE_DIM and nsg is None
+    shared_memory = 0
+    if fast:
+        kernel, shared_memory = decode.kernel, decode.memory + DECODE_QUERY_BYTES
+        elements, lanes, nsg = 8, 16, DECODE_WARPS
+        rows = math.ceil(options.heads_per_kv / math.ceil(options.heads_per_kv / DECODE_ROWS))
+        template = [*template, ("MEMORY", decode.memory)]
+    else:
+        elements, lanes, rows, nsg = tile(options.dim, options.heads_per_kv, multiple, nsg)
     blocks = -(-options.heads_per_kv * options.queries // rows)
     groups = options.batch * options.kv_heads * blocks
-    splits = options.splits or choose_splits(groups, options)
+    splits = options.splits or choose_splits(groups, options, DECODE_BLOCKS if fast else 0)
     two_passes = splits > 1 or options.rotation is not None
     per_row = isinstance(scale, mx.array)
     k_norm = options.k_norm if k_norm is None else k_norm
-    unused = mx.zeros((8,), mx.float32)
+    unused = _zeros(mx.float32)
     query_rows = options.batch * options.heads * options.queries
     out, lse = kernel(
         [
             q,
-            scale.astype(mx.float32) if per_row else mx.array(scale, mx.float32),
-            dims(
+            scale.astype(mx.float32) if per_row else _factor(scale),
+            _dims(
                 *(options.kv_heads, options.heads_per_kv, options.queries, options.length, splits),
                 *(int(options.causal), options.window, int(options.start is not None), int(per_row)),
                 *sizes,
             ),
-            mx.zeros((8,), mx.int32) if options.start is None else options.start,
+            _zeros(mx.int32) if options.start is None else options.start,
             unused if k_norm is None else k_norm,
             unused if k_bias is None else k_bias,
             unused if options.v_scale is None else options.v_scale,
@@ -132,10 +192,11 @@ def launch(
         threadgroup=(nsg * 32, 1, 1),
         output_shapes=[(query_rows, splits, options.dim), (query_rows, splits)],
         output_dtypes=[mx.float32 if two_passes else options.out_dtype, mx.float32],
+        shared_memory=shared_memory,
     )
     if two_passes:
         out, lse = FINISH(
-            [out, lse, unused if options.rotation is None else options.rotation, dims(splits, int(options.rotation is not None))],
+            [out, lse, unused if options.rotation is None else options.rotation, _dims(splits, int(options.rotation is not None))],
             template=[("D", options.dim)],
             grid=(query_rows * options.dim, 1, 1),
             threadgroup=(options.dim, 1, 1),
@@ -165,7 +226,24 @@ def pool_floats(elements: int, lanes: int, rows: int, nsg: int) -> int:
     return nsg // 2 * rows * (lanes * elements + 2)
 
 
-def choose_splits(groups: int, options: Options) -> int:
-    """As many splits as it takes to fill a GPU, of a useful length each."""
+def choose_splits(groups: int, options: Options, resident: int = 0) -> int:
+    """As many splits as it takes to fill a GPU, of a useful length each; with `resident` blocks at once, no more than those."""
     seen = min(options.length, options.window + options.queries) if options.window and options.causal else options.length
-    return max(1, min(-(-BUSY_GROUPS // groups), seen // KEYS_PER_SPLIT, MAX_AUTO_SPLITS))
+    wanted = resident // groups if resident else -(-BUSY_GROUPS // groups)
+    return max(1, min(wanted, seen // KEYS_PER_SPLIT, MAX_AUTO_SPLITS))
+
+
+# Small inputs stay on the GPU: a new array each call is a copy or a fill each call.
+@lru_cache(maxsize=256)
+def _dims(*sizes: int) -> mx.array:
+    return dims(*sizes)
+
+
+@lru_cache(maxsize=256)
+def _factor(scale: float) -> mx.array:
+    return mx.array([scale] * 8, mx.float32)
+
+
+@lru_cache(maxsize=4)
+def _zeros(dtype: mx.Dtype) -> mx.array:
+    return mx.array([0] * 8, dtype)

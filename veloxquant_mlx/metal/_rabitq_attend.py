@@ -13,7 +13,16 @@ import mlx.core as mx
 
 from veloxquant_mlx.metal import _attend
 from veloxquant_mlx.metal._attend import Extras, Options
-from veloxquant_mlx.metal._attend_launch import attend_kernel, launch, layout
+from veloxquant_mlx.metal._attend_launch import (
+    DECODE_CODE_BYTES,
+    DECODE_TABLE_BYTES,
+    DECODE_WARPS,
+    Decode,
+    attend_kernel,
+    decode_kernel,
+    launch,
+    layout,
+)
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
 
@@ -27,6 +36,15 @@ _KERNEL = attend_kernel(
 kvtool::SignKeys<D, E> keys{k_bits, dims[3]};
 kvtool::TableReader<D, E, LAYOUT, BITS, T> values{v_idx, tables, dims[9], dims[3]};""",
 )
+_DECODE_KERNEL = decode_kernel(
+    _KERNEL,
+    """kvtool::DecodeSignKeys fast_keys{k_bits};
+auto fast_values = kvtool::decode_table_values<0, VSCALE>(v_idx, v_cents, dims[9], v_scale);""",
+    zeros=False,
+    warps="kvtool::DECODE_TABLE",
+)
+DECODE = Decode(_DECODE_KERNEL, DECODE_TABLE_BYTES + DECODE_WARPS * DECODE_CODE_BYTES)
+DECODE_BITS = 4
 
 
 def rabitq_fused_attend(
@@ -61,7 +79,8 @@ def rabitq_fused_attend(
         ValueError: a shape or a size does not fit.
         TypeError: another dtype.
 
-    Error: D - 2 ham is exact; the rest is float32, rounded once. Packed and unpacked values give the same bits.
+    Error: D - 2 ham is exact; the rest is float32, rounded once. Packed and unpacked values give the same bits. On CUDA, S_q = 1 with
+        D = 128, packed 4-bit values and an output of 16 bits: `v_cents` is rounded to halves (2^-11 of an entry).
     """
     name = "rabitq_fused_attend"
     _attend.check_queries(name, "q", q)
@@ -88,6 +107,7 @@ def rabitq_fused_attend(
         k_mag = k_mag.astype(mx.float32) * options.k_norm.astype(mx.float32)
     if backend() == "cpu":
         return _ops(q, q_scale, k_bits, k_mag, k_const, v_idx, v_cents, packed, bits, options)
+    halves = options.out_dtype != mx.float32
     return launch(
         _KERNEL,
         q,
@@ -100,6 +120,7 @@ def rabitq_fused_attend(
         k_norm=k_mag,
         k_bias=k_const,
         multiple=8,
+        decode=DECODE if halves and packed and bits == DECODE_BITS else None,
     )
 
 

@@ -15,7 +15,16 @@ import mlx.core as mx
 
 from veloxquant_mlx.metal import _attend
 from veloxquant_mlx.metal._attend import Extras, Options
-from veloxquant_mlx.metal._attend_launch import attend_kernel, launch, layout
+from veloxquant_mlx.metal._attend_launch import (
+    DECODE_CODE_BYTES,
+    DECODE_TABLE_BYTES,
+    DECODE_WARPS,
+    Decode,
+    attend_kernel,
+    decode_kernel,
+    launch,
+    layout,
+)
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, require
 
@@ -30,6 +39,15 @@ kvtool::DenseKeys<kvtool::TwoStageReader<D, E, LAYOUT, BITS1, BITS2, T>, D, E> k
     {{k_indices1, tables, 1 << BITS1, dims[3]}, {k_indices2, tables + (1 << BITS1), 1 << BITS2, dims[3]}}};
 kvtool::VectorReader<D, E, SUB, LAYOUT, BITSV, T> values{v_indices, v_codebook, 1 << BITSV, dims[3]};""",
 )
+_DECODE_KERNEL = decode_kernel(
+    _KERNEL,
+    """kvtool::DecodeTwoStageKeys fast_keys{k_indices1, k_indices2, centroids1, centroids2};
+auto fast_values = kvtool::decode_table_values<128, VSCALE>(v_indices, v_codebook, 16, v_scale);""",
+    zeros=False,
+    warps="kvtool::DECODE_TABLE + kvtool::DECODE_WARPS * kvtool::DECODE_CODES",
+)
+DECODE = Decode(_DECODE_KERNEL, DECODE_TABLE_BYTES + 2 * DECODE_WARPS * DECODE_CODE_BYTES)
+DECODE_BITS = (2, 2, 4)
 
 
 def turboquant_fused_rvq_decode_attend(
@@ -68,7 +86,8 @@ def turboquant_fused_rvq_decode_attend(
         ValueError: a shape or a size does not fit.
         TypeError: another dtype.
 
-    Error: float32 arithmetic, rounded once.
+    Error: float32 arithmetic, rounded once. On CUDA, S_q = 1 with D = 128, sub = 1, packed codes of 2 + 2 and 4 bits, an output of 16
+        bits and no `lse`: the sums of two centroids and `v_codebook` are rounded to halves (2^-11 of an entry).
     """
     name = "turboquant_fused_rvq_decode_attend"
     _attend.check_queries(name, "q", q)
@@ -90,6 +109,7 @@ def turboquant_fused_rvq_decode_attend(
         return _attend.nothing(options)
     if backend() == "cpu":
         return _ops(q, (k_indices1, k_indices2, v_indices), (centroids1, centroids2, v_codebook), (b1, b2, bv), packed, options)
+    halves = options.out_dtype != mx.float32 and not options.lse
     tables = [table.astype(mx.float32) for table in (centroids1, centroids2, v_codebook)]
     return launch(
         _KERNEL,
@@ -99,6 +119,7 @@ def turboquant_fused_rvq_decode_attend(
         options,
         template=[("LAYOUT", layout(packed)), ("BITS1", b1), ("BITS2", b2), ("BITSV", bv), ("SUB", sub), ("T", k_indices1.dtype)],
         tables=2**b1 + 2**b2,
+        decode=DECODE if halves and sub == 1 and packed and (b1, b2, bv) == DECODE_BITS else None,
     )
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from veloxquant_mlx.metal import _attend
 from veloxquant_mlx.metal._attend import INT32_MAX, Extras, Options
-from veloxquant_mlx.metal._attend_launch import attend_kernel, launch, layout
+from veloxquant_mlx.metal._attend_launch import DECODE_WARPS, Decode, attend_kernel, decode_kernel, launch, layout
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, message, require
 
@@ -28,6 +28,18 @@ _KERNEL = attend_kernel(
 kvtool::TokenAffineReader<D, E, GROUP, LAYOUT, BITSV, T, AV> values{v_codes, v_token_scale, v_zero, dims[3]};
 (void)tables;""",
 )
+_DECODE_KERNEL = decode_kernel(
+    _KERNEL,
+    """using FastKeys = kvtool::DecodeAffineKeys<GROUP, AK>;
+FastKeys fast_keys{k_codes, k_scale, k_zero};
+kvtool::DecodeAffineValues<GROUP, AV> fast_values{v_codes, v_token_scale, v_zero};""",
+    zeros=True,
+    warps="kvtool::DECODE_WARPS * FastKeys::BYTES",
+)
+# Of 32 tokens, a warp has the codes, their keys' scales and zeros, padded, and the scales and zeros of values, 16 bytes each; and queries.
+DECODE = Decode(_DECODE_KERNEL, DECODE_WARPS * (32 * (64 + 64) + 8 * (64 + 16) + 32 * (16 + 16) + 32 * 64))
+DECODE_BITS = 4
+DECODE_GROUPS = (32, 64, 128)
 
 
 def scalar_fused_decode_attend(
@@ -71,7 +83,8 @@ def scalar_fused_decode_attend(
         ValueError: a shape or a size does not fit, or nsg is over the budget.
         TypeError: another dtype, or no bits for packed codes.
 
-    Error: float32 arithmetic, rounded once.
+    Error: float32 arithmetic, rounded once. On CUDA, S_q = 1 with D = 128, packed 4-bit codes, groups of 32, 64 or 128 and nothing of
+        float32: products of 22 bits and sums in float32 on tensor cores.
     """
     name = "scalar_fused_decode_attend"
     _attend.check_queries(name, "q", q)
@@ -98,6 +111,8 @@ def scalar_fused_decode_attend(
         return _attend.nothing(options)
     if backend() == "cpu":
         return _ops(q, (k_codes, k_scale, k_zero), (v_codes, v_scale, v_zero), group_size, scale, packed, bits, options)
+    halves = mx.float32 not in (options.out_dtype, q.dtype, k_scale.dtype, v_scale.dtype)
+    fast = halves and bits == (DECODE_BITS, DECODE_BITS) and group_size in DECODE_GROUPS
     return launch(
         _KERNEL,
         q,
@@ -109,6 +124,7 @@ def scalar_fused_decode_attend(
             *(("T", k_codes.dtype), ("AK", k_scale.dtype), ("AV", v_scale.dtype)),
         ],
         nsg=nsg,
+        decode=DECODE if fast else None,
     )
 
 

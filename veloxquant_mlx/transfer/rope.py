@@ -44,6 +44,7 @@ import numpy as np
 PAIRINGS = ("half", "interleaved")
 METHODS = ("exact", "mlx")
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+PAGE = 4096  # positions of a kept table of cosines and sines: 1 MiB for 64 entries
 BLOCK_VALUES = 1 << 19  # values rotated at a time: 2 MiB of float32, so that temporaries stay in the cache
 
 
@@ -423,13 +424,25 @@ def unrotated(spec: RopeSpec | None) -> RopeSpec | None:
     return None if spec is None else RopeSpec("none", spec.dims, base=1.0, scale=0.0, first=spec.first)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def cos_sin(spec: RopeSpec, start: int, stop: int) -> mx.array:
-    """(stop - start, dims) float32: m cos, m sin of each pair's angle at neighbouring positions, with the angles of `mx.fast.rope`."""
-    ones, zeros = (mx.full((stop - start, spec.dims // 2), value) for value in (1.0, 0.0))
+    """(stop - start, dims) float32: m cos, m sin of each pair's angle at neighbouring positions, with the angles of `mx.fast.rope`.
+
+    Evaluated, for threads share it. A span within a page of PAGE positions is a view of it and takes no memory of its own.
+    """
+    first = start // PAGE
+    pages = [_page(spec, number) for number in range(first, max(first + 1, -(-stop // PAGE)))]
+    table = (pages[0] if len(pages) == 1 else mx.concatenate(pages))[start - first * PAGE : stop - first * PAGE]
+    mx.eval(table)
+    return table
+
+
+@lru_cache(maxsize=256)
+def _page(spec: RopeSpec, number: int) -> mx.array:
+    """`cos_sin` of PAGE positions."""
+    ones, zeros = (mx.full((PAGE, spec.dims // 2), value) for value in (1.0, 0.0))
     half = replace(spec, pairing="half", first=0, magnitude=1.0)
-    table = mlx_rope(mx.concatenate([ones, zeros], axis=-1), np.arange(start, stop), half) * spec.magnitude
-    # Evaluated, for threads share it.
+    table = mlx_rope(mx.concatenate([ones, zeros], axis=-1), np.arange(number * PAGE, (number + 1) * PAGE), half) * spec.magnitude
     mx.eval(table)
     return table
 

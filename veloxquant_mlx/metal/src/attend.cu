@@ -12,6 +12,7 @@ namespace kvtool {
 
 constexpr float ATTEND_LOG2E = 1.44269504088896340736f;
 constexpr float ATTEND_LN2 = 0.69314718055994530942f;
+constexpr int ATTEND_MAX_SPLITS = 256;
 
 // Where the sizes stand in `dims`; a reader's own sizes follow.
 enum AttendDims {
@@ -269,22 +270,45 @@ __device__ __forceinline__ void attend_finish(
     O* out,
     float* lse,
     float* merged,
+    float* weights,  // ATTEND_MAX_SPLITS
     uint32_t row,
     uint32_t d) {
+  constexpr int EARLY = 32;  // parts that are read before their weights are known
   const int splits = dims[0];
   part_lse += size_t(row) * splits;
-  parts += size_t(row) * splits * D;
+  parts += size_t(row) * splits * D + d;
+  float part[EARLY];
+  ATTEND_UNROLL
+  for (int i = 0; i < EARLY; i++) {
+    part[i] = i < splits ? parts[size_t(i) * D] : 0.0f;
+  }
+  for (int i = int(d); i < splits; i += D) {
+    weights[i] = part_lse[i];
+  }
+  __syncthreads();
   float top = -ATTEND_INF;
   for (int i = 0; i < splits; i++) {
-    top = max(top, part_lse[i]);
+    top = max(top, weights[i]);
   }
+  __syncthreads();
+  for (int i = int(d); i < splits; i += D) {
+    // A split with -inf saw nothing; one with NaN has to reach the sum.
+    weights[i] = weights[i] == -ATTEND_INF ? 0.0f : expf((weights[i] - (top == -ATTEND_INF ? 0.0f : top)));
+  }
+  __syncthreads();
   float total = 0;
   float sum = 0;
-  for (int i = 0; i < splits; i++) {
-    // A split with -inf saw nothing; one with NaN has to reach the sum.
-    const float weight = part_lse[i] == -ATTEND_INF ? 0.0f : expf((part_lse[i] - (top == -ATTEND_INF ? 0.0f : top)));
-    total += weight;
-    sum = fmaf(weight, parts[size_t(i) * D + d], sum);
+  ATTEND_UNROLL
+  for (int i = 0; i < EARLY; i++) {
+    if (i < splits) {
+      total += weights[i];
+      sum = fmaf(weights[i], part[i], sum);
+    }
+  }
+  _Pragma("unroll 8")
+  for (int i = EARLY; i < splits; i++) {
+    total += weights[i];
+    sum = fmaf(weights[i], parts[size_t(i) * D], sum);
   }
   float value = total == 0 ? 0.0f : sum / total;
   if (d == 0) {

@@ -1,0 +1,224 @@
+"""Rows of encoding and decoding by codec, of packing, and of moving keys to another RoPE.
+
+`encode` is what a cache does with rows that leave its tail: keys back before RoPE where the codec stores them so, then both roles.
+`decode` rebuilds both roles in the dtype that models run in, keys in the frame they are stored in.
+
+Codes may lose |x - x^|^2 of at most c 2^(-2 bits) + 2^-12 of the rows' energy about their means, with bits without side information and
+c = 4, or 8 in two stages: Gaussian rows lose 2^(-2 bits) at best and 2.7 times that with a scalar table. `affine` may lose
+4 / (2^bits - 1)^2, as it spreads its points between extremes, `qjl` 1 / bits. Decoding is compared with NumPy's where that knows the codec.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+
+from kvtool.bench import oracle
+from kvtool.bench.attending import NAMES
+from kvtool.bench.measuring import Case, Checked, Prepared
+from kvtool.bench.rows import BASE, Rows, Size, blocks, head_rows, independently_decoded, parts_bytes, plan_of, rope_of, rows
+from veloxquant_mlx import metal
+from veloxquant_mlx.caches.blocks import Block
+from veloxquant_mlx.caches.coded import Growth
+from veloxquant_mlx.codecs import Codec
+from veloxquant_mlx.codecs._base import DTYPES, Shape
+from veloxquant_mlx.codecs._rotated import RotatedCodec
+from veloxquant_mlx.codecs.affine import Affine
+from veloxquant_mlx.codecs.qjl import Qjl
+from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+
+CODECS = ("rvq-4", "rvq-2", "affine-4", "rabitq", "rabitq-4", "tc-2.05")
+PACKED_BITS = (1, 2, 4)
+TARGET = 10000.0  # base that keys move to
+SPARE = 2.0**-12
+
+
+def encoding(size: Size, codecs: tuple[str, ...], dtype: mx.Dtype, seed: int) -> Iterator[Case]:
+    """Rows of `encode`."""
+    for bits in PACKED_BITS:
+        yield Case("encode", f"pack {bits} bits", partial(_packing, bits, size, seed))
+    for spec in codecs:
+        plan_of(spec, size, seed)
+        yield Case("encode", spec, partial(_encoding, spec, size, dtype, seed), spec=spec)
+
+
+def decoding(size: Size, codecs: tuple[str, ...], dtype: mx.Dtype, seed: int) -> Iterator[Case]:
+    """Rows of `decode`."""
+    for bits in PACKED_BITS:
+        yield Case("decode", f"unpack {bits} bits", partial(_unpacking, bits, size, seed))
+    for spec in codecs:
+        plan_of(spec, size, seed)
+        yield Case("decode", spec, partial(_decoding, spec, size, dtype, seed), spec=spec)
+
+
+def recoding(size: Size, dtype: mx.Dtype, seed: int) -> Iterator[Case]:
+    """Rows of `recode`: keys from base BASE to TARGET."""
+    name = NAMES[dtype]
+    yield Case("recode", f"crosskv_rope_recode {name}", lambda: _recoding(_by_kernel, 0.0, size, dtype, seed))
+    yield Case("recode", f"rotate, exact {name}", lambda: _recoding(_by_rotate("exact"), 0.0, size, dtype, seed))
+    # It has the float32 angles of the models themselves, off by 2e-8 a token of position from either base.
+    yield Case("recode", f"rotate, mlx {name}", lambda: _recoding(_by_rotate("mlx"), 4e-8 * size.tokens, size, dtype, seed))
+
+
+# --- bits
+
+
+def _codes(bits: int, size: Size, seed: int) -> mx.array:
+    """As many codes as there are values, one a byte."""
+    codes = mx.array(np.random.default_rng([seed, 4]).integers(0, 1 << bits, size.values // 8 * 8, np.uint8))
+    mx.eval(codes)
+    return codes
+
+
+def _packing(bits: int, size: Size, seed: int) -> Prepared:
+    codes = _codes(bits, size, seed)
+
+    def check(out: mx.array) -> Checked:
+        got = oracle.unpacked(out, bits, codes.size)
+        return Checked("the codes, unpacked by NumPy", float((got != np.array(codes)).sum()), 0.0)
+
+    return Prepared(lambda: metal.turboquant_bit_pack(codes, bits), check, codes.size + codes.size * bits // 8, codes.size, float(bits))
+
+
+def _unpacking(bits: int, size: Size, seed: int) -> Prepared:
+    codes = _codes(bits, size, seed)
+    planes = (np.array(codes)[:, None] >> np.arange(bits)) & 1
+    packed = mx.array(np.packbits(planes.astype(np.uint8).reshape(-1), bitorder="little"))
+
+    def check(out: mx.array) -> Checked:
+        return Checked("the codes, packed by NumPy", float((np.array(out) != np.array(codes)).sum()), 0.0)
+
+    return Prepared(
+        lambda: metal.turboquant_bit_unpack(packed, codes.size, bits), check, codes.size + packed.nbytes, codes.size, float(bits)
+    )
+
+
+# --- codecs
+
+
+def _encoding(spec: str, size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
+    plan, given = plan_of(spec, size, seed), rows(size, dtype, seed)
+    growth = Growth(plan.k, plan.v, rope_of(plan, size.dim))
+    known = blocks(spec, size, dtype, seed)
+
+    def run() -> tuple[Block, ...]:
+        return tuple(growth.encoded(given.k[b], given.v[b], 0) for b in range(size.batch))
+
+    stored = parts_bytes(known)
+    moved = stored + given.k.nbytes + given.v.nbytes
+    against = f"the rows, decoded {'in NumPy' if independently_decoded(known) else 'by the codec itself'}"
+
+    def check(made: tuple[Block, ...]) -> Checked:
+        return lost(dict(zip("kv", head_rows(made), strict=True)), made, given, against)
+
+    return Prepared(run, check, moved, size.values, 8 * stored / size.values)
+
+
+def lost(read: dict[str, oracle.HeadRows], made: tuple[Block, ...], given: Rows, against: str) -> Checked:
+    """What codes have lost of the energy of the rows about their means, over its limit: the larger of both roles.
+
+    Args:
+        read: rows of a (sequence, head), keys as cached.
+        made: the codes that they come from.
+        given: the rows that were encoded.
+    """
+    worst = 0.0
+    for role, x in (("k", given.k), ("v", given.v)):
+        coded = getattr(made[0], role)
+        error = energy = 0.0
+        for b in range(x.shape[0]):
+            for h in range(x.shape[1]):
+                own = oracle.to_numpy(x[b, h])
+                error += float(np.square(read[role](b, h) - own).sum())
+                energy += float(np.square(own - own.mean(axis=0)).sum())
+        worst = max(worst, error / energy / allowed(coded.codec, coded.shape))
+    return Checked(f"{against}: lost energy over its limit", worst, 1.0)
+
+
+def allowed(codec: Codec, shape: Shape) -> float:
+    """Share of the rows' energy about their means that codes of rows of that shape may lose."""
+    layout = codec.layout(shape, mx.float32)
+    codes = [DTYPES[dtype].size * math.prod(size) for name, (dtype, size) in layout.items() if name.startswith("codes")]
+    if isinstance(codec, Raw) or not codes:
+        return SPARE
+    bits = 8 * sum(codes) / math.prod(shape)
+    if isinstance(codec, Qjl):
+        return 1 / bits
+    if isinstance(codec, Affine):
+        return 4 / (2**codec.bits - 1) ** 2 + SPARE
+    return (8 if isinstance(codec, RotatedCodec) and len(codec.codebooks) == 2 else 4) * 2.0 ** (-2 * bits) + SPARE
+
+
+def _decoding(spec: str, size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
+    made = blocks(spec, size, dtype, seed)
+
+    def run() -> list[list[mx.array]]:
+        return [_decoded(block, dtype) for block in made]
+
+    stored = parts_bytes(made)
+    moved = stored + size.values * dtype.size
+    return Prepared(run, lambda outs: _same(outs, made, dtype, size, seed), moved, size.values, 8 * stored / size.values)
+
+
+def _decoded(block: Block, dtype: mx.Dtype) -> list[mx.array]:
+    k = block.k.codec.decode(block.k.parts, block.k.shape, mx.float32 if block.v.codec.needs else dtype)
+    near = ({"k": k},) if block.v.codec.needs else ()
+    return [k.astype(dtype), block.v.codec.decode(block.v.parts, block.v.shape, dtype, *near)]
+
+
+def _same(outs: list[list[mx.array]], made: tuple[Block, ...], dtype: mx.Dtype, size: Size, seed: int) -> Checked:
+    """Decoded rows against NumPy's; of codecs that NumPy does not know, against the rows that were encoded."""
+    if not independently_decoded(made):
+        keys = [_as_cached(block, out[0]) for block, out in zip(made, outs, strict=True)]
+        read: dict[str, oracle.HeadRows] = {
+            "k": lambda b, h: oracle.to_numpy(keys[b][h]),
+            "v": lambda b, h: oracle.to_numpy(outs[b][1][h]),
+        }
+        return lost(read, made, rows(size, dtype, seed), "the rows that were encoded")
+    error = 0.0
+    for block, out in zip(made, outs, strict=True):
+        for role, got in zip("kv", out, strict=True):
+            coded = getattr(block, role)
+            for h in range(coded.shape[0]):
+                error = max(error, oracle.relative(oracle.to_numpy(got[h]), oracle.decoded(coded.codec, coded.parts, coded.shape, h)))
+    return Checked("rows decoded in NumPy", error, oracle.EPS[dtype] + 16 * oracle.EPS[mx.float32])
+
+
+def _as_cached(block: Block, k: mx.array) -> mx.array:
+    return k if block.k.rope is None else rotate(k, np.arange(block.count), None, block.k.rope)
+
+
+# --- RoPE
+
+
+def _by_kernel(keys: mx.array, positions: mx.array) -> mx.array:
+    return metal.crosskv_rope_recode(keys, positions, BASE, TARGET)
+
+
+def _by_rotate(method: str) -> Callable[[mx.array, mx.array], mx.array]:
+    def run(keys: mx.array, positions: mx.array) -> mx.array:
+        source, target = (RopeSpec("default", keys.shape[-1], base=base) for base in (BASE, TARGET))
+        return rotate(keys, positions, source, target, method=method)
+
+    return run
+
+
+def _recoding(recode: Callable[[mx.array, mx.array], mx.array], angle: float, size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
+    k = rows(size, dtype, seed).k
+    keys, positions = k.reshape(-1, size.tokens, size.dim), mx.arange(size.tokens)
+    mx.eval(keys, positions)
+    at = np.arange(size.tokens)[:, None] * (_frequencies(size.dim, TARGET) - _frequencies(size.dim, BASE))
+    turn = np.cos(at), np.sin(at)
+
+    def check(out: mx.array) -> Checked:
+        error = max(oracle.relative(oracle.to_numpy(out[i]), oracle.turned(oracle.to_numpy(keys[i]), turn)) for i in range(keys.shape[0]))
+        return Checked("float64 rotation", error, oracle.EPS[dtype] + 4 * oracle.EPS[mx.float32] + angle)
+
+    return Prepared(lambda: recode(keys, positions), check, 2 * keys.nbytes, keys.size)
+
+
+def _frequencies(dim: int, base: float) -> np.ndarray:
+    return base ** (-np.arange(dim // 2) * 2.0 / dim)

@@ -1,0 +1,53 @@
+"""What a run says of the machine: figures mean nothing without it."""
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from kvtool.blas import loaded_openblas
+from veloxquant_mlx.metal._backend import backend
+
+PACKAGES = ("kvtool", "mlx", "mlx-lm", "numpy", "torch")
+
+
+def machine() -> dict[str, Any]:
+    """System, processor, device, back end, cores, load average, BLAS, versions and date, as one object."""
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "system": f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "processor": processor(),
+        "device": str(mx.device_info().get("device_name", "unknown")),
+        "backend": backend(),
+        "cores": os.cpu_count(),
+        "load": tuple(round(x, 2) for x in os.getloadavg()),
+        "blas": blas(),
+        "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "all"),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))} | {"python": platform.python_version()},
+    }
+
+
+def blas() -> str:
+    """What MLX's matrix products run on."""
+    if backend() != "cpu":
+        return "not used"
+    return "Accelerate" if platform.system() == "Darwin" else loaded_openblas() or "MLX's reference BLAS"
+
+
+def processor() -> str:
+    """Name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

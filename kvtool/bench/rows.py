@@ -1,0 +1,210 @@
+"""Seeded rows of one layer like a model's, and codes of them.
+
+    key before RoPE = mean + noise, eight times as large in OUTLIERS channels of each head;     key = RoPE of it (base BASE)
+    value           = 0.5 mean + noise + a tenth of the key's noise, channel by channel
+    query           = 2 noise over the channel's size, so that scores have a spread of about 2
+
+Calibrated `tc` has tables learnt from CALIBRATED other rows of the same law, with uneven metrics.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvtool.bench import oracle
+from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc, widths_for
+from veloxquant_mlx.caches.blocks import Block, CodedRows
+from veloxquant_mlx.caches.coded import Growth
+from veloxquant_mlx.codecs import CodecPlan, parse_codec
+from veloxquant_mlx.codecs._base import Frame
+from veloxquant_mlx.codecs.tc import Tc
+from veloxquant_mlx.transfer.rope import RopeSpec
+
+OUTLIERS, BASE, CALIBRATED = 4, 500000.0, 1024
+LAYER = "rows"
+
+
+@dataclass(frozen=True)
+class Size:
+    """B sequences of S tokens, H_q query heads on H_kv KV heads of D; Q queries a head."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    tokens: int
+    queries: int = 1
+
+    @classmethod
+    def parse(cls, text: str, queries: int = 1) -> "Size":
+        """B,Hq,Hkv,D,S.
+
+        Raises:
+            ValueError: not five positive integers, Hq no multiple of Hkv, an odd D, or more queries than tokens.
+        """
+        words = text.split(",")
+        if len(words) != 5 or not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+            raise ValueError(f"[bench] shape must be five positive integers B,Hq,Hkv,D,S (1,32,8,128,32768), but got {text!r}.")
+        batch, heads, kv_heads, dim, tokens = map(int, words)
+        size = cls(batch, heads, kv_heads, dim, tokens, queries)
+        if size.heads % size.kv_heads:
+            raise ValueError(f"[bench] shape must have Hq a multiple of Hkv, but got {size.heads} and {size.kv_heads}.")
+        if size.dim % 2:
+            raise ValueError(f"[bench] shape must have an even D, which RoPE turns in pairs, but got {size.dim}.")
+        if not 1 <= queries <= size.tokens:
+            raise ValueError(f"[bench] queries must be 1 to S = {size.tokens}, but got {queries}.")
+        return size
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def values(self) -> int:
+        """Keys and values together."""
+        return 2 * self.batch * self.kv_heads * self.tokens * self.dim
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.dim)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, (self.batch, self.heads, self.kv_heads, self.dim, self.tokens)))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """q (B, H_q, Q, D), k as cached and v (B, H_kv, S, D), all of one dtype."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+
+
+@dataclass(frozen=True, eq=False)
+class Law:
+    """What all rows of a seed have in common: (H, D) each."""
+
+    k_mean: np.ndarray
+    size: np.ndarray
+    v_mean: np.ndarray
+
+    @classmethod
+    def of(cls, heads: int, dim: int, seed: int) -> "Law":
+        draw = np.random.default_rng([seed, heads, dim])
+        size = np.ones((heads, dim))
+        for own in size:
+            own[draw.choice(dim, min(OUTLIERS, dim), replace=False)] = 8.0
+        return cls(draw.standard_normal((heads, dim)) * size, size, 0.5 * draw.standard_normal((heads, dim)))
+
+    def drawn(self, draw: np.random.Generator, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys before RoPE and values, (H, S, D) float32."""
+        noise, other = draw.standard_normal((2, self.size.shape[0], tokens, self.size.shape[1]), np.float32)
+        v = other + np.float32(0.1) * noise + self.v_mean[:, None].astype(np.float32)
+        noise *= self.size[:, None].astype(np.float32)
+        noise += self.k_mean[:, None].astype(np.float32)
+        return noise, v
+
+
+@lru_cache(maxsize=1)
+def rows(size: Size, dtype: mx.Dtype, seed: int) -> Rows:
+    """The rows of a run."""
+    law = Law.of(size.kv_heads, size.dim, seed)
+    pairs = [law.drawn(np.random.default_rng([seed, b, 1]), size.tokens) for b in range(size.batch)]
+    k, v = (mx.stack([mx.array(pair[i]) for pair in pairs]) for i in (0, 1))
+    k = mx.fast.rope(k, size.dim, traditional=False, base=BASE, scale=1.0, offset=0)
+    noise = np.random.default_rng([seed, 2]).standard_normal((size.batch, size.kv_heads, size.groups, size.queries, size.dim))
+    q = mx.array((2 * noise / law.size[:, None, None]).reshape(size.batch, size.heads, size.queries, size.dim).astype(np.float32))
+    made = Rows(q.astype(dtype), k.astype(dtype), v.astype(dtype))
+    mx.eval(made.q, made.k, made.v)
+    return made
+
+
+@lru_cache(maxsize=2)
+def tables(heads: int, dim: int, seed: int) -> TcTables:
+    """What `tc` knows of the layer."""
+    draw = np.random.default_rng([seed, 3])
+    k, v = (x.astype(np.float64).swapaxes(0, 1) for x in Law.of(heads, dim, seed).drawn(draw, max(CALIBRATED, 2 * heads * dim)))
+    k_metric, v_metric = (np.diag(np.exp(draw.standard_normal(heads * dim))) for _ in "kv")
+    return build_tc(LayerRows(k, v, k_metric, v_metric))
+
+
+def plan_of(spec: str, size: Size, seed: int) -> CodecPlan:
+    """The codecs of a spec for rows of that size, bound where they are calibrated.
+
+    Raises:
+        ValueError: an unknown spec, or one that neither attention nor rows alone can use here.
+    """
+    plan = parse_codec(spec)
+    for codec in (plan.k, plan.v):
+        if codec.eager:
+            raise ValueError(
+                f"[bench] {codec.spec()} is decoded when it is loaded, so attention never reads it: give another codec, such as tc-2.05."
+            )
+        if codec.id == "additive":
+            raise ValueError(f"[bench] {codec.spec()} takes tables of a model, which synthetic rows do not have: give another codec.")
+        if not codec.takes(size.dim):
+            raise ValueError(f"[bench] {codec.spec()} does not take D = {size.dim}: give another --shape or codec.")
+    tcs = [isinstance(codec, Tc) for codec in (plan.k, plan.v)]
+    if any(tcs) and not (all(tcs) and plan.k.spec() == plan.v.spec()):  # bits are shared over keys and values
+        raise ValueError(f"[bench] {spec} has tc for one role alone: give tc-N for both.")
+    if all(tcs):
+        k, v = (_bound(codec, role, size, seed) for codec, role in ((plan.k, "k"), (plan.v, "v")))
+        return CodecPlan(k, v, 0, 0, plan.frame)
+    return CodecPlan(plan.k.for_rotary(0, size.dim, size.dim), plan.v, 0, 0, plan.frame)
+
+
+def _bound(codec: Any, role: Any, size: Size, seed: int) -> Tc:
+    own = tables(size.kv_heads, size.dim, seed)
+    return codec.bind(role, own, widths_for({LAYER: own}, codec.bits)[LAYER], LAYER, "0" * 64, size.tokens)
+
+
+def rope_of(plan: CodecPlan, dim: int, frame: Frame | None = None) -> RopeSpec | None:
+    """The rotation to undo where keys are stored before it: as the plan, or the codec's default, says."""
+    stored = frame or plan.frame or plan.k.default_frame("k")
+    return RopeSpec("default", dim, base=BASE) if stored == "pre" else None
+
+
+@lru_cache(maxsize=1)
+def blocks(spec: str, size: Size, dtype: mx.Dtype, seed: int, frame: Frame | None = None) -> tuple[Block, ...]:
+    """All rows of each sequence as codes, encoded as a cache does."""
+    plan, own = plan_of(spec, size, seed), rows(size, dtype, seed)
+    growth = Growth(plan.k, plan.v, rope_of(plan, size.dim, frame))
+    return tuple(growth.encoded(own.k[b], own.v[b], 0) for b in range(size.batch))
+
+
+def parts_bytes(made: tuple[Block, ...]) -> int:
+    """Bytes of all codes, side information included."""
+    return sum(coded.nbytes for block in made for coded in (block.k, block.v))
+
+
+def independently_decoded(made: tuple[Block, ...]) -> bool:
+    """Whether the oracle knows the formulas of both codecs."""
+    return all(oracle.independent(codec) for codec in (made[0].k.codec, made[0].v.codec))
+
+
+def head_rows(made: tuple[Block, ...]) -> tuple[oracle.HeadRows, oracle.HeadRows]:
+    """The oracle's keys, as cached, and values of a (sequence, head); the codec decodes what the oracle does not know, once a sequence."""
+    whole = lru_cache(maxsize=1)(lambda b: _by_codec(made[b]))
+    turn = oracle.mlx_angles(made[0].count, made[0].k.shape[2], BASE) if made[0].k.rope is not None else None
+
+    def of(role: str, b: int, h: int) -> np.ndarray:
+        coded: CodedRows = getattr(made[b], role)
+        if oracle.independent(coded.codec):
+            x = oracle.decoded(coded.codec, coded.parts, coded.shape, h)
+        else:
+            x = oracle.to_numpy(whole(b)[role][h])
+        return oracle.turned(x, turn) if role == "k" and turn is not None else x
+
+    return lambda b, h: of("k", b, h), lambda b, h: of("v", b, h)
+
+
+def _by_codec(block: Block) -> dict[str, mx.array]:
+    """Keys before RoPE, where they are stored so, and values by the codec's own decode of all rows."""
+    k = block.k.codec.decode(block.k.parts, block.k.shape, mx.float32)
+    near = ({"k": k},) if block.v.codec.needs else ()
+    return {"k": k, "v": block.v.codec.decode(block.v.parts, block.v.shape, mx.float32, *near)}

@@ -1,0 +1,234 @@
+"""`kvtool bench`: how fast attention to codes, coding, RoPE recodes and files are here, checked before they are timed."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvtool.cli._common import bar, check_target, emit, json_option
+from kvtool.cli.eval import split_specs
+
+if TYPE_CHECKING:
+    from kvtool.bench.measuring import Case, Report, Row
+
+FAMILIES = ("attend", "encode", "decode", "recode", "files", "first-token")
+ON_ROWS = ("attend", "encode", "decode", "recode")
+ON_MODEL = ("files", "first-token")
+# A layer of a model of 8 billion parameters; codecs go through fewer tokens, as some take seconds for them.
+SHAPES = {"attend": "1,32,8,128,32768", "encode": "1,32,8,128,4096", "decode": "1,32,8,128,4096", "recode": "1,32,8,128,4096"}
+QUICK_SHAPE = "1,8,2,128,2048"
+SECONDS, QUICK_SECONDS = 1.0, 0.1
+MEGABYTES, QUICK_MEGABYTES = 64.0, 4.0
+TOKENS, QUICK_TOKENS = 1024, 128
+# Option -> families that it is of.
+OPTIONS = {
+    "shape": ON_ROWS,
+    "queries": ("attend",),
+    "codecs": ("attend", "encode", "decode", *ON_MODEL),
+    "model_name": ON_MODEL,
+    "megabytes": ("files",),
+    "tokens": ("first-token",),
+    "folder": ON_MODEL,
+}
+
+
+@click.command("bench")
+@click.argument("families", metavar="[FAMILY]...", nargs=-1, type=click.Choice(FAMILIES))
+@click.option("--codec", "codecs", metavar="A,B,...", help="Codecs to measure; a few of each kind where it is not given.")
+@click.option(
+    "--shape",
+    metavar="B,Hq,Hkv,D,S",
+    help=f"Sequences, heads, KV heads, head size, tokens: {SHAPES['attend']} of attend, 4096 tokens of others.",
+)
+@click.option(
+    "--queries", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Queries a head; more than one: prefill, causal."
+)
+@click.option("--model", "model_name", default="tiny-a", show_default=True, metavar="M", help="Model of files and first-token.")
+@click.option(
+    "--mb",
+    "megabytes",
+    type=click.FloatRange(0, min_open=True),
+    metavar="N",
+    help=f"Cache in files: {MEGABYTES:g}; with --quick {QUICK_MEGABYTES:g}.",
+)
+@click.option("--tokens", type=click.IntRange(2), metavar="N", help=f"Prompt of first-token: {TOKENS}; with --quick {QUICK_TOKENS}.")
+@click.option(
+    "--folder", type=click.Path(exists=True, file_okay=False), help="Where files are written and removed; the system's temporary folder."
+)
+@click.option("--quick", is_flag=True, help="Small sizes and short times: whether it works, not how fast it is.")
+@click.option("--seconds", type=click.FloatRange(0), metavar="S", help=f"Spent on each row: {SECONDS:g}, with --quick {QUICK_SECONDS:g}.")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="Of the synthetic rows.")
+@click.option("--only", multiple=True, metavar="ROW", help="This row (and the one it is compared with) alone; may be given several times.")
+@click.option("--repro", is_flag=True, help="Print the command that makes each row alone.")
+@click.option("--csv", "csv_file", metavar="FILE", help="Write the rows as CSV.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Write the times as bars, .svg or .png.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    families: tuple[str, ...],
+    only: tuple[str, ...],
+    repro: bool,
+    csv_file: str | None,
+    plot_file: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure this machine; all families where none is named. Exits with 1 where a result is wrong: that row is not timed.
+
+    attend: decode attention over codes. encode, decode: codecs and bit packing. recode: keys to another RoPE. files: save and load of a
+    cache. first-token: prefill against load.
+
+    \b
+    Example:
+      kvtool bench --quick
+      kvtool bench attend --codec rvq-4,affine-4 --shape 1,32,8,128,32768 --plot attend.svg
+      kvtool bench files first-token --model tiny-a --mb 64 --repro
+    """
+    families = tuple(dict.fromkeys(families)) or FAMILIES
+    _check_options(ctx, families)
+    if csv_file is not None:
+        check_target(csv_file)
+    if plot_file is not None:
+        from kvtool.frontier import check_plot
+
+        check_plot(plot_file)
+    with tempfile.TemporaryDirectory(prefix="kvtool-bench-", dir=options["folder"]) as folder:
+        report = _measured(families, options, only, Path(folder), as_json)
+    data = report.to_json()
+    if csv_file is not None:
+        from kvtool.frontier import write_csv
+
+        write_csv(csv_file, data["rows"])
+    if plot_file is not None:
+        from kvtool.bench.plot import write_plot
+
+        write_plot(plot_file, report.rows, f"{report.machine['device']}, {report.machine['backend']}, {report.machine['date'][:10]}")
+    emit(as_json, data, as_text(report, repro))
+    ctx.exit(1 if report.failed else 0)
+
+
+def _check_options(ctx: click.Context, families: tuple[str, ...]) -> None:
+    """Refuse an option that none of the families has."""
+    for name, own in OPTIONS.items():
+        if ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE and not set(own) & set(families):
+            option = next(p.opts[0] for p in ctx.command.params if p.name == name)
+            raise click.UsageError(f"{option} goes with {', '.join(own)}")
+
+
+def _measured(families: tuple[str, ...], options: dict[str, Any], only: tuple[str, ...], folder: Path, quiet: bool) -> "Report":
+    from kvtool.bench.measuring import run
+
+    quick = options["quick"]
+    settings = {
+        "families": list(families),
+        "shapes": {f: options["shape"] or (QUICK_SHAPE if quick else SHAPES[f]) for f in families if f in ON_ROWS},
+        "queries": options["queries"],
+        "codecs": None if options["codecs"] is None else split_specs(options["codecs"]),
+        "model": options["model_name"],
+        "megabytes": options["megabytes"] or (QUICK_MEGABYTES if quick else MEGABYTES),
+        "tokens": options["tokens"] or (QUICK_TOKENS if quick else TOKENS),
+        "seconds": (QUICK_SECONDS if quick else SECONDS) if options["seconds"] is None else options["seconds"],
+        "seed": options["seed"],
+    }
+    cases = [(case, _words(case, settings, options["folder"])) for family in families for case in _cases(family, settings, folder)]
+    with bar("measuring", quiet=quiet) as progress:
+        return run(cases, settings, settings["seconds"], only=only, progress=progress)
+
+
+def _cases(family: str, settings: dict[str, Any], folder: Path) -> Iterator["Case"]:
+    import mlx.core as mx
+
+    from kvtool.bench import attending, coding, filing
+    from kvtool.bench.rows import Size
+    from kvtool.model import default_dtype, load_model
+
+    codecs, seed = settings["codecs"], settings["seed"]
+    if family in ON_MODEL:
+        model = load_model(settings["model"])
+        if family == "files":
+            return filing.files(model, settings["megabytes"], tuple(codecs or filing.CODECS), folder, seed)
+        return filing.first_token(model, settings["tokens"], tuple(codecs or filing.CODECS), folder, seed)
+    size = Size.parse(settings["shapes"][family], settings["queries"] if family == "attend" else 1)
+    dtype = mx.float32 if default_dtype() == "float32" else mx.float16
+    if family == "attend":
+        return attending.cases(size, tuple(codecs or attending.default_codecs()), dtype, seed)
+    if family == "recode":
+        return coding.recoding(size, dtype, seed)
+    return (coding.encoding if family == "encode" else coding.decoding)(size, tuple(codecs or coding.CODECS), dtype, seed)
+
+
+def _words(case: "Case", settings: dict[str, Any], folder: str | None) -> list[str]:
+    """The command line that makes a row, without `--only`."""
+    values = {
+        "--codec": case.spec,
+        "--shape": settings["shapes"].get(case.family),
+        "--queries": settings["queries"] if case.family == "attend" else None,
+        "--model": settings["model"] if case.family in ON_MODEL else None,
+        "--mb": settings["megabytes"] if case.family == "files" else None,
+        "--tokens": settings["tokens"] if case.family == "first-token" else None,
+        "--folder": folder if case.family in ON_MODEL else None,
+        "--seconds": settings["seconds"],
+        "--seed": settings["seed"],
+    }
+    given = [[option, f"{value:g}" if isinstance(value, float) else str(value)] for option, value in values.items() if value is not None]
+    return ["kvtool", "bench", case.family, *(word for pair in given for word in pair)]
+
+
+def as_text(report: "Report", repro: bool = False) -> str:
+    """The report as text: what to send."""
+    about = report.machine
+    load = ", ".join(f"{x:g}" for x in about["load"])
+    lines = [
+        f"{about['date']}  {about['system']} {about['architecture']}, {about['processor'] or about['device']}",
+        f"back end {about['backend']}, device {about['device']}, {about['cores']} cores, load average {load}, "
+        f"after it {', '.join(f'{x:g}' for x in report.load_after)}",
+        f"BLAS {about['blas']} ({about['blas_threads']} threads); "
+        + ", ".join(f"{name} {found}" for name, found in about["versions"].items()),
+        f"copy of a large array: {report.copy:.4g} GB/s, read and written; `of it` is a row's share of that",
+    ]
+    if about["cores"] and about["load"][0] > about["cores"] / 2:
+        lines.append("this machine is busy with other work: times are not its own")
+    settings = report.settings
+    for family in dict.fromkeys(row.family for row in report.rows):
+        rows = [row for row in report.rows if row.family == family]
+        what = f"shape B,Hq,Hkv,D,S {settings['shapes'][family]}" if family in ON_ROWS else f"model {settings['model']}"
+        what += {"attend": f", {settings['queries']} queries", "files": f", {settings['megabytes']:g} MB"}.get(family, "")
+        what += f", {settings['tokens']} tokens" if family == "first-token" else ""
+        lines += ["", f"{family}: {what}", *_table(rows)]
+    for row in report.rows:
+        if row.problem is not None:
+            lines.append(f"FAILED {row.family} {row.name}: {row.problem}")
+        if row.skipped is not None:
+            lines.append(f"not run: {row.family} {row.name}: {row.skipped}")
+    if repro:
+        lines += ["", *(row.command for row in report.rows)]
+    return "\n".join(lines)
+
+
+def _table(rows: list["Row"]) -> list[str]:
+    from kvtool.bench.plot import duration
+
+    elsewhere = {row.backend for row in rows}
+    name, against = max(3, *(len(row.name) for row in rows)), next((row.reference for row in rows if row.reference), None)
+    width = max(8, *map(len, elsewhere))
+    head = f"{'row':<{name}} {'on':<{width}} {'median':>8} {'quartiles':>19} {'runs':>5} {'bytes':>13} {'GB/s':>7} {'of it':>6} "
+    lines = [head + f"{'values/s':>9} {'bits':>6} {'speed':>6} {'error':>8} {'limit':>8}"]
+    for row in (row for row in rows if row.skipped is None):
+        spread = "-" if row.low is None else f"{duration(row.low)} - {duration(row.high)}"
+        figures = [
+            f"{duration(row.median):>8} {spread:>19} {row.runs or '-':>5} {'-' if row.moved is None else f'{row.moved:,}':>13}",
+            f"{_figure(row.rate, '7.3g')} {_figure(row.of_copy, '6.2f')} {_figure(row.values_rate, '9.2e')} {_figure(row.bits, '6.2f')}",
+            f"{_figure(row.speedup, '6.2f')} {_figure(row.error, '8.1e')} {_figure(row.limit, '8.1e')}",
+        ]
+        lines.append(f"{row.name:<{name}} {row.backend:<{width}} {' '.join(figures)}")
+    if against is not None:
+        lines.append(f"speed: times as fast as {', '.join(dict.fromkeys(row.reference for row in rows if row.reference))}")
+    return lines
+
+
+def _figure(value: float | None, form: str) -> str:
+    """A number, or a dash in its width where there is none."""
+    return "-".rjust(int(form.split(".")[0])) if value is None else format(value, form)

@@ -1,0 +1,280 @@
+// Keys of `decode`: how a step of 32 tokens is loaded, and its products with the queries. Needs decode_parts.
+
+namespace kvtool {
+
+// Keys of two 2-bit codes a channel: centroids1[c1] + centroids2[c2].
+struct DecodeTwoStageKeys {
+  static constexpr bool SHIFTS = true;
+
+  const void* codes1;
+  const void* codes2;
+  const float* centroids1;
+  const float* centroids2;
+  uint32_t query[16];
+  float unit;
+  uint2* slot;  // this lane's codes in shared memory, 32 lanes apart
+
+  __device__ __forceinline__ bool place(char* memory, int thread_) {
+    slot = reinterpret_cast<uint2*>(memory + DECODE_TABLE + thread_ / 32 * DECODE_CODES) + thread_ % 32;
+    return decode_aligned(codes1) && decode_aligned(codes2);
+  }
+
+  template <typename Q>
+  __device__ __forceinline__ bool prepare(char* memory, DecodeQueries queries, const Q* row, int thread_) {
+    const int lane = thread_ % 32;
+    const bool sound = decode_fill(memory, centroids1[lane & 3] + centroids2[lane >> 2 & 3], thread_, unit);
+    return (thread_ >= 32 * DECODE_HEADS || queries.bring(row, thread_ / 32, lane, 1.0f)) && sound;
+  }
+
+  __device__ __forceinline__ void begin(DecodeQueries queries, DecodeLane at) {
+    const float* x = queries.x + DecodeQueries::at(at.g % 4, 32 * at.t);
+    ATTEND_UNROLL
+    for (int i = 0; i < 8; i++) {
+      query[2 * i] = decode_halves(x[4 * i], x[4 * i + 2], at.g >= 4 ? 0xffffffffu : 0u);
+      query[2 * i + 1] = decode_halves(x[4 * i + 1], x[4 * i + 3], at.g >= 4 ? 0xffffffffu : 0u);
+    }
+  }
+
+  // Factor of a head's products.
+  __device__ __forceinline__ float factor(DecodeQueries queries, int head) const {
+    return queries.unit[head] * unit;
+  }
+
+  template <bool FULL>
+  __device__ __forceinline__ void load(size_t row, int head, int base, int tokens, DecodeLane at) {
+    const size_t from = (row + base + at.place) * 4 + at.t;
+    const uint2* from1 = static_cast<const uint2*>(codes1) + from;
+    const uint2* from2 = static_cast<const uint2*>(codes2) + from;
+    ATTEND_UNROLL
+    for (int r = 0; r < 4; r++) {
+      const int skip = decode_skip<FULL>(8 * r, base + at.place, tokens);
+      decode_copy(slot + 32 * r, from1 + 4 * skip);
+      decode_copy(slot + 128 + 32 * r, from2 + 4 * skip);
+    }
+  }
+
+  __device__ __forceinline__ void dots(float (&s)[4][2], DecodeLane at, DecodeQueries) const {
+    constexpr uint32_t LOW = 0x33333333u;
+    const uint32_t place = uint32_t(at.lane) * 4;
+    decode_wait();
+    const uint2 a[4] = {slot[0], slot[32], slot[64], slot[96]};
+    const uint2 b[4] = {slot[128], slot[160], slot[192], slot[224]};
+    float c[2][4] = {};
+    ATTEND_UNROLL
+    for (int w = 0; w < 2; w++) {
+      uint32_t even[4];
+      uint32_t odd[4];
+      ATTEND_UNROLL
+      for (int r = 0; r < 4; r++) {
+        const uint32_t one = w ? a[r].y : a[r].x;
+        const uint32_t two = w ? b[r].y : b[r].x;
+        even[r] = decode_choose(one, two << 2, LOW);
+        odd[r] = decode_choose(one >> 2, two, LOW);
+      }
+      ATTEND_UNROLL
+      for (int i = 0; i < 4; i++) {
+        ATTEND_UNROLL
+        for (int tile = 0; tile < 2; tile++) {
+          decode_mma(
+              c[tile], decode_pair<0>(even[2 * tile], place, i), decode_pair<0>(even[2 * tile + 1], place, i),
+              decode_pair<0>(odd[2 * tile], place, i), decode_pair<0>(odd[2 * tile + 1], place, i), query[8 * w + 2 * i],
+              query[8 * w + 2 * i + 1]);
+        }
+      }
+    }
+    ATTEND_UNROLL
+    for (int r = 0; r < 4; r++) {
+      s[r][0] = c[r / 2][r % 2 * 2];
+      s[r][1] = c[r / 2][r % 2 * 2 + 1];
+    }
+  }
+};
+
+// Keys of signs: D - 2 hamming. A lane has half of the channels, as the columns of the other keys have half of a query's bits.
+struct DecodeSignKeys {
+  static constexpr bool SHIFTS = true;
+
+  const uint8_t* bits;
+  uint2 a[4];
+  uint2 sign[2];
+
+  __device__ __forceinline__ bool place(char*, int) {
+    return decode_aligned(bits);
+  }
+
+  template <typename Q>
+  __device__ __forceinline__ bool prepare(char*, DecodeQueries queries, const Q* row, int thread_) {
+    if (thread_ < 32 * DECODE_HEADS) {
+      ATTEND_UNROLL
+      for (int i = 0; i < 4; i++) {
+        const uint32_t word = __ballot_sync(0xffffffffu, float(row[32 * i + thread_ % 32]) >= 0);
+        if (thread_ % 32 == 0) {
+          queries.x[thread_ / 32 * 4 + i] = __uint_as_float(word);
+        }
+      }
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void begin(DecodeQueries queries, DecodeLane at) {
+    ATTEND_UNROLL
+    for (int x = 0; x < 2; x++) {
+      const float* word = queries.x + (at.t % 2 * 2 + x) * 4 + at.t / 2 * 2;
+      sign[x] = make_uint2(__float_as_uint(word[0]), __float_as_uint(word[1]));
+    }
+  }
+
+  __device__ __forceinline__ float factor(DecodeQueries, int) const {
+    return 1;
+  }
+
+  template <bool FULL>
+  __device__ __forceinline__ void load(size_t row, int head, int base, int tokens, DecodeLane at) {
+    const uint2* from = reinterpret_cast<const uint2*>(bits) + (row + base + at.place) * 2 + at.t / 2;
+    ATTEND_UNROLL
+    for (int r = 0; r < 4; r++) {
+      a[r] = __ldg(from + 2 * decode_skip<FULL>(8 * r, base + at.place, tokens));
+    }
+  }
+
+  __device__ __forceinline__ void dots(float (&s)[4][2], DecodeLane, DecodeQueries) const {
+    ATTEND_UNROLL
+    for (int r = 0; r < 4; r++) {
+      ATTEND_UNROLL
+      for (int x = 0; x < 2; x++) {
+        s[r][x] = float(DECODE_DIM / 2 - 2 * int(__popc(a[r].x ^ sign[x].x) + __popc(a[r].y ^ sign[x].y)));
+      }
+    }
+  }
+};
+
+// Keys code * scale + zero, scales and zeros of GROUP tokens a channel, GROUP a multiple of a step: the query takes the scales, and zeros
+// are keys of their own, the same in every row. Two channels 4 apart make a pair, as they do in a word of codes; odd ones are 16 times
+// too large as codes, so that their queries are 16 times too small.
+template <int GROUP, typename A>
+struct DecodeAffineKeys {
+  static constexpr bool SHIFTS = false;                 // a step of keys has one group
+  static constexpr bool HALF = decode_is_half(A());
+  static constexpr int RUN = 64;                        // bytes of a lane's scales
+  static constexpr int SIDES = 8 * (RUN + 16);          // of a step's scales and zeros in shared memory: other runs, other banks
+  static constexpr int CODES = DECODE_STEP * DECODE_DIM / 2;
+  static constexpr int BYTES = SIDES + CODES + 2048;  // and codes; and the lanes' queries, for which there are no registers
+
+  const void* codes;
+  const A* scales;
+  const A* zeros;
+  char* memory;  // this warp's
+
+  __device__ __forceinline__ bool place(char* all, int thread_) {
+    memory = all + thread_ / 32 * BYTES;
+    return decode_aligned(codes) && decode_aligned(scales) && decode_aligned(zeros);
+  }
+
+  template <typename Q>
+  __device__ __forceinline__ bool prepare(char*, DecodeQueries queries, const Q* row, int thread_) {
+    return thread_ >= 32 * DECODE_HEADS || queries.bring(row, thread_ / 32, thread_ % 32, 0.0625f);
+  }
+
+  __device__ __forceinline__ void begin(DecodeQueries queries, DecodeLane at) {
+    const float* x = queries.x + DecodeQueries::at(at.g % 4, 32 * at.t);
+    ATTEND_UNROLL
+    for (int w = 0; w < 4; w++) {
+      const float* y = x + 8 * w;
+      reinterpret_cast<uint4*>(memory + SIDES + CODES)[32 * w + at.lane] = make_uint4(
+          decode_halves(y[0], y[4], 0), decode_halves(y[1], y[5], 0), decode_halves(y[2], y[6], 0), decode_halves(y[3], y[7], 0));
+    }
+  }
+
+  __device__ __forceinline__ float factor(DecodeQueries queries, int head) const {
+    return queries.unit[head];
+  }
+
+  template <bool FULL>
+  __device__ __forceinline__ void load(size_t row, int head, int base, int tokens, DecodeLane at) {
+    const char* from = static_cast<const char*>(codes) + (row + base + at.place) * 64 + at.t * 16;
+    ATTEND_UNROLL
+    for (int r = 0; r < 4; r++) {
+      decode_copy(memory + SIDES + (32 * r + at.lane) * 16, from + 64 * decode_skip<FULL>(8 * r, base + at.place, tokens));
+    }
+    const size_t group = size_t(head) * ((tokens - 1) / GROUP + 1) + base / GROUP;
+    const char* side = reinterpret_cast<const char*>(at.lane < 16 ? scales : zeros) + group * (4 * RUN) + at.lane % 16 * 16;
+    decode_copy(memory + at.lane * 16 + at.lane / 4 * 16, side);
+  }
+
+  // Two values as halves over a power of two.
+  static __device__ __forceinline__ uint32_t halves(uint32_t pair, float inverse) {
+    return HALF ? pair : decode_halves(__uint_as_float(pair << 16) * inverse, __uint_as_float(pair & 0xffff0000u) * inverse, 0);
+  }
+
+  static __device__ __forceinline__ void units(const uint4* side, float& unit, float& inverse) {
+    unit = inverse = 1;
+    if (!HALF) {
+      float largest = 0;
+      ATTEND_UNROLL
+      for (int i = 0; i < 16; i++) {
+        const uint32_t pair = reinterpret_cast<const uint32_t*>(side)[i];
+        largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(pair << 16)), fabsf(__uint_as_float(pair & 0xffff0000u))));
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      decode_unit(largest, unit, inverse);
+    }
+  }
+
+  __device__ __forceinline__ void dots(float (&s)[4][2], DecodeLane at, DecodeQueries) const {
+    decode_wait();
+    const uint4* scale = reinterpret_cast<const uint4*>(memory + at.t * (RUN + 16));
+    const uint4* zero = reinterpret_cast<const uint4*>(memory + (at.t + 4) * (RUN + 16));
+    const uint4* code = reinterpret_cast<const uint4*>(memory + SIDES) + at.lane;
+    const uint4* query = reinterpret_cast<const uint4*>(memory + SIDES + CODES) + at.lane;
+    const uint32_t rest = at.g >= 4 ? 0xffffffffu : 0u;
+    float unit[2];
+    float inverse[2];
+    units(scale, unit[0], inverse[0]);
+    units(zero, unit[1], inverse[1]);
+    const uint4 a[4] = {code[0], code[32], code[64], code[96]};
+    float even[4] = {};
+    float odd[4] = {};
+    float c[2][4] = {};
+    ATTEND_UNROLL
+    for (int w = 0; w < 4; w++) {
+      const uint4 x4 = query[32 * w];
+      const uint4 y4 = scale[w];
+      const uint4 z4 = zero[w];
+      ATTEND_UNROLL
+      for (int u = 0; u < 2; u++) {
+        const uint32_t x0 = u ? x4.z : x4.x;
+        const uint32_t x1 = u ? x4.w : x4.y;
+        const uint32_t y0 = u ? y4.y : y4.x;
+        const uint32_t y1 = u ? y4.w : y4.z;
+        const uint32_t z0 = u ? z4.y : z4.x;
+        const uint32_t z1 = u ? z4.w : z4.z;
+        const uint32_t b0 = decode_product(x0, halves(__byte_perm(y0, y1, 0x5410), inverse[0]), rest);
+        const uint32_t b1 = decode_product(x1, halves(__byte_perm(y0, y1, 0x7632), inverse[0]), rest);
+        const uint32_t even0 = halves(__byte_perm(z0, z1, 0x5410), inverse[1]);
+        const uint32_t odd0 = halves(__byte_perm(z0, z1, 0x7632), inverse[1]);
+        decode_mma(even, even0, even0, 0, 0, x0, x1);
+        decode_mma(odd, 0, 0, odd0, odd0, x0, x1);
+        ATTEND_UNROLL
+        for (int tile = 0; tile < 2; tile++) {
+          const uint32_t one = (w == 0 ? a[2 * tile].x : w == 1 ? a[2 * tile].y : w == 2 ? a[2 * tile].z : a[2 * tile].w) >> (8 * u);
+          const uint4& next = a[2 * tile + 1];
+          const uint32_t two = (w == 0 ? next.x : w == 1 ? next.y : w == 2 ? next.z : next.w) >> (8 * u);
+          decode_mma(c[tile], one & 0x000f000fu, two & 0x000f000fu, one & 0x00f000f0u, two & 0x00f000f0u, b0, b1);
+        }
+      }
+    }
+    ATTEND_UNROLL
+    for (int column = 0; column < 2; column++) {
+      // Half of it: both halves of the columns have it, and are summed.
+      const float constant = fmaf(16.0f, odd[column], even[column]) * (0.5f * unit[1]);
+      ATTEND_UNROLL
+      for (int r = 0; r < 4; r++) {
+        s[r][column] = fmaf(c[r / 2][r % 2 * 2 + column], unit[0] / DECODE_CODE, constant);
+      }
+    }
+    __syncwarp();
+  }
+};
+
+}  // namespace kvtool
