@@ -18,7 +18,7 @@ setup: system $(STAMP)
 system:
 	@sh .ci/system.sh "$(EXTRA)"
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml CMakeLists.txt $(wildcard veloxquant_mlx/native/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(DEPS)]'

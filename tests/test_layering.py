@@ -17,10 +17,12 @@ ALLOWED = {
     "veloxquant_mlx.metal": {"mlx", "numpy", "veloxquant_mlx.allocators", "veloxquant_mlx.transfer.rope"},
     # The patch of mlx-lm's attention is part of the kernels' specification.
     "veloxquant_mlx.metal.fused_sdpa": {"mlx", "mlx_lm", "numpy", "veloxquant_mlx.metal", "veloxquant_mlx.allocators"},
+    "veloxquant_mlx.native": {"mlx", "numpy"},
     "veloxquant_mlx.codecs": {
         "mlx",
         "constriction",
         "numpy",
+        "veloxquant_mlx.native",
         "veloxquant_mlx.metal",
         "veloxquant_mlx.allocators",
         "veloxquant_mlx.transfer.rope",
@@ -31,6 +33,7 @@ ALLOWED = {
         "mlx_lm",
         "numpy",
         "veloxquant_mlx.codecs",
+        "veloxquant_mlx.native",
         "veloxquant_mlx.metal",
         "veloxquant_mlx.allocators",
         "veloxquant_mlx.transfer.rope",

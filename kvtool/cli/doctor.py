@@ -62,6 +62,7 @@ def examine() -> dict[str, Any]:
         report["advice"].append(f"MLX is installed without its back end ({error}): pip install {extra}; check and inspect work without it")
         return report
     from kvtool.model import default_dtype
+    from veloxquant_mlx import native
 
     report["dtype"] = default_dtype() or report["dtype"]
     if mx.metal.is_available():
@@ -69,7 +70,13 @@ def examine() -> dict[str, Any]:
     elif mx.cuda.is_available():
         report["backend"] = "CUDA"
     else:
-        report["backend"] = "CPU (pure MLX)"
+        report["backend"] = (
+            f"CPU (native attention, {native.level()}, threads {native.threads()})" if native.available() else "CPU (pure MLX)"
+        )
+        if not native.built():
+            report["advice"].append(
+                "the native back end was not built: install a C++17 compiler, then kvtool again; attention is then faster"
+            )
         report["blas"] = loaded_openblas() or "MLX's reference BLAS"
         if loaded_openblas() is None:
             found = find_openblas()

@@ -10,19 +10,22 @@ a row in another codec's decoder falls on the query, and on the sum (`codecs._re
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx import native
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs._base import Codec
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.metal._attend import merge_parts
+from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, rotate, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
+NATIVE_ROWS = 64  # queries of a KV head up to which the native back end is used
 TILE_STEP = 64  # tokens of a tile are a multiple of it
 MERGED = 8  # blocks whose results are held beside each other
 
@@ -128,6 +131,9 @@ class Block:
         Returns:
             (out, lse): (H, R, D_v) and (H, R) float32; 0 and -inf for a query that sees none.
         """
+        found = self._native(q, seen, column)
+        if found is not None:
+            return found
         keys, values = _Keys(self.k, q), self.v.reader
         heads, rows, _ = q.shape
         most, total = mx.full((heads, rows, 1), -math.inf), mx.zeros((heads, rows, 1))
@@ -173,6 +179,19 @@ class Block:
         if shared is not None:
             out = out + values.of_shared(shared / norm)
         return out, (most + mx.log(total))[..., 0]
+
+    def _native(self, q: mx.array, seen: Visibility, column: int) -> tuple[mx.array, mx.array] | None:
+        """`attend` by the native back end, or None where it is not the one to ask: no CPU, another mask or codec, or too many queries."""
+        if not native.available() or backend() != "cpu" or q.shape[1] > NATIVE_ROWS:
+            return None
+        bounds = seen.bounds(column, self.count)
+        k, v = (None, None) if bounds is None else (self.k.reader.stored, self.v.reader.stored)
+        if k is None or v is None:
+            return None
+        rope, angles = self.k.rope, None
+        if rope is not None:
+            q, angles = half_split(q, rope), _angles(rope, self.first, self.stop)
+        return native.attend(q, k, v, self.k_from, self.v_from, self.count, bounds, angles, 0 if rope is None else rope.first)
 
     def _span(self, role: str, start: int, stop: int) -> tuple[int, int]:
         shift = self.k_from if role == "k" else self.v_from
@@ -252,6 +271,16 @@ def _decoded(reader: RowReader, tile: Tile) -> mx.array:
     if reader.mean is None:
         return x
     return x + (reader.mean[:, None] if tile.centred is None else tile.centred[..., None] * reader.mean[:, None])
+
+
+def _angles(rope: RopeSpec, first: int, stop: int) -> mx.array:
+    """`cos_sin` of a whole block, which is joined from pages no more often than need be."""
+    return cos_sin(rope, first, stop) if first // PAGE == (stop - 1) // PAGE else _joined_angles(rope, first, stop)
+
+
+@lru_cache(maxsize=16)  # all layers have the same blocks
+def _joined_angles(rope: RopeSpec, first: int, stop: int) -> mx.array:
+    return cos_sin(rope, first, stop)
 
 
 def tile_tokens(heads: int, dim: int) -> int:

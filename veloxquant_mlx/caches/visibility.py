@@ -7,6 +7,7 @@ over all columns, bool or added to the scores. A window of a layer is applied be
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,15 @@ class Visibility:
             rows = whole.reshape(kv_heads, groups, queries, columns)
         return cls(queries, groups, columns, False, window, rows.reshape(rows.shape[0], groups * queries, columns))
 
+    def bounds(self, column: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """For each query, the first that it sees of `count` rows from a column on, and the one after the last; None for an array's mask."""
+        if self.mask is not None:
+            return None
+        at = np.tile(np.arange(self.columns - self.queries, self.columns), self.groups) - column
+        first = at - self.window + 1 if self.window else np.zeros_like(at)
+        stop = at + 1 if self.causal else np.full_like(at, count)
+        return np.clip(first, 0, count).astype(np.int32), np.clip(stop, 0, count).astype(np.int32)
+
     def tile(self, start: int, stop: int) -> mx.array | bool:
         """What queries see of columns start to stop: True for all, False for none, else (H or 1, R, n), bool or to be added."""
         newest, oldest = self.columns - 1, self.columns - self.queries
@@ -101,6 +111,10 @@ class BatchVisibility:
     groups: int
     window: int = 0
     stacked: bool = True
+
+    def bounds(self, column: int, count: int) -> None:
+        """Masks of batches are arrays."""
+        return None
 
     def tile(self, start: int, stop: int) -> mx.array | bool:
         """What queries see of rows start to stop: False for none, else (H or 1, B G Q, n) or (B H, G Q, n), bool or to be added."""

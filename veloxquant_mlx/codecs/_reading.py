@@ -91,6 +91,11 @@ class RowReader:
         spans = {part: slice(first, last) if one_by_one else by_group for part, one_by_one in self._by_token.items()}
         return {part: x[:, spans[part]] if part in spans else x for part, x in sliced.items()}
 
+    @property
+    def stored(self) -> Any:
+        """The rows as the native back end reads them, or None where it has no way to."""
+        return None
+
     def of_shared(self, sums: mx.array) -> mx.array:
         """What weighted sums of `shared` add to weighted sums of rows: (H, R, C) -> (H, R, D)."""
         raise NotImplementedError(f"{type(self).__name__} has tiles without shared entries")

@@ -22,17 +22,19 @@ taken off every row, centring makes rvq-2+2 worse (`rvq`).
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import mlx.core as mx
 
 from formats.errors import ManifestError
+from veloxquant_mlx import native
 from veloxquant_mlx.allocators.codebooks import MAX_BITS, Codebook, boundaries
 from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, LARGEST, SMALLEST, Codec, Given, Layout, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
-from veloxquant_mlx.codecs._rotation import rotate, unrotate
+from veloxquant_mlx.codecs._rotation import factors, rotate, unrotate
 
 ScaleKind = Literal["norm", "ls", "unbiased"]
 
@@ -206,6 +208,20 @@ class _RotatedReader(RowReader):
 
     def tile(self, start: int, stop: int, given: Given | None = None, after: mx.array | None = None) -> Tile:
         return self.codec._tile(self.sliced(start, stop, after), self.shape[2])
+
+    @cached_property
+    def stored(self) -> Any:
+        dim = self.shape[2]
+        if dim > native.max_dim():
+            return None
+        rows = native.stored(self.shape)
+        for part, codebook, bits in zip(self.codec.code_parts, self.codec.codebooks, self.codec.bits, strict=True):
+            rows.codes(native.shared(mx.contiguous(self.parts[part])), bits, list(codebook))
+        rows.scale(native.shared(mx.contiguous(self.parts["scale"])))
+        if self.mean is not None:
+            rows.mean(native.shared(mx.contiguous(self.mean)))
+        rows.rotation(*(native.shared(x) for x in factors(dim, self.codec.seed)))
+        return rows
 
     def sides(self, start: int, stop: int) -> Tile:
         return self.tile(start, stop)  # lazy: nothing is looked up

@@ -42,6 +42,11 @@ def matrix(dim: int, seed: int) -> mx.array:
     return rows
 
 
+def factors(dim: int, seed: int) -> tuple[mx.array, mx.array]:
+    """The signs (D,) and Hartley_m (m, m) of D = m 2^k, float32."""
+    return _device_signs(dim, seed), _hartley(dim // (dim & -dim))
+
+
 def signs(dim: int, seed: int) -> list[int]:
     """+1 or -1 per dimension: -1 where the top bit of the SplitMix64 output is set (Steele, Lea and Flood 2014).
 

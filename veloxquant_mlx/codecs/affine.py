@@ -30,11 +30,13 @@ A rotation with Lloyd-Max points (`rvq-N`) is better with fewer bits; affine is 
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self, get_args
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import mlx.core as mx
 
 from formats.errors import ManifestError
+from veloxquant_mlx import native
 from veloxquant_mlx.codecs._base import (
     DTYPES,
     FLOAT16_MAX,
@@ -198,6 +200,16 @@ class _AffineReader(RowReader):
         together = self.codec.tokens_together
         first, last = start // together * together, min(-(-stop // together) * together, self.shape[1])
         return Tile(self.codec._decode_block(self.sliced(first, last, after), self.shape[2])[:, start - first : stop - first])
+
+    @cached_property
+    def stored(self) -> Any:
+        if self.shape[2] > native.max_dim():
+            return None
+        rows, codec = native.stored(self.shape), self.codec
+        rows.codes(native.shared(mx.contiguous(self.parts["codes"])), codec.bits, None)
+        step, zero = (native.shared(mx.contiguous(self.parts[part])) for part in ("scale", "zero"))
+        rows.affine(step, zero, codec.group, codec.per == "token")
+        return rows
 
 
 def _default_per(role: RoleName) -> Per:

@@ -4,10 +4,12 @@ Part: data (H, S, D), F16, BF16 or F32. A kernel reads D values per token and ne
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
+from veloxquant_mlx import native
 from veloxquant_mlx.codecs._base import FLOATS, Codec, Frame, Given, Layout, RoleName, Shape
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 
@@ -58,3 +60,11 @@ class Raw(Codec):
 class _RawReader(RowReader):
     def tile(self, start: int, stop: int, given: Given | None = None, after: mx.array | None = None) -> Tile:
         return Tile(self.sliced(start, stop, after)["data"].astype(mx.float32))
+
+    @cached_property
+    def stored(self) -> Any:
+        if self.shape[2] > native.max_dim():
+            return None
+        rows, data = native.stored(self.shape), self.parts["data"]
+        rows.floats(native.shared(data), data.dtype == mx.bfloat16)
+        return rows

@@ -1,0 +1,236 @@
+"""The native back end at every SIMD level that this machine has, against float64 attention to the rows that the codes decode to."""
+
+import multiprocessing
+import threading
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.test_coded import GROUPS, assert_close, attention, bias_of, block_of, queries, rows_of_block, sample, stacked
+from veloxquant_mlx import native
+from veloxquant_mlx.caches.blocks import NATIVE_ROWS, Block, CodedRows
+from veloxquant_mlx.caches.coded import Growth
+from veloxquant_mlx.caches.visibility import Visibility
+from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.transfer.rope import RopeSpec
+
+pytestmark = pytest.mark.skipif(not native.built(), reason="the native back end was not built")
+
+# Every way of reading: one and two stages of each width, signs, grids, both groupings (whole vectors of a group and not), floats.
+SPECS = (
+    *(f"rvq-{bits}" for bits in range(1, 9)),
+    *("rvq-2+2", "rvq-3+5", "rvq-4:nocenter", "rabitq", "rabitq-4", "rabitq-8", "affine-1", "affine-4", "affine-8"),
+    *("k=affine-3:channel:group=7,v=affine-5:token:group=7", "k=affine-2:token,v=affine-4:channel", "raw", "k=rvq-2+2,v=raw"),
+)
+DIMS = (16, 64, 72, 80, 96, 128)  # 72 = 9 x 8, 80 = 5 x 16, 96 = 3 x 32
+
+
+@pytest.fixture(params=native.levels())
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = native.level()
+    native.set_level(request.param)
+    yield request.param
+    native.set_level(before)
+
+
+def roped(dim: int) -> dict[str, RopeSpec | None]:
+    part = dim // 4 * 2
+    return {
+        "none": None,
+        "half": RopeSpec("default", dim, base=1e4),
+        "partial": RopeSpec("yarn", part, "interleaved", base=1e4, first=4, magnitude=1.3),
+    }
+
+
+def made(spec: str, dim: int, rope: str, count: int = 150, heads: int = 2) -> Block:
+    """Rows 7 on; every third key is far from the mean of the others, so that codecs that centre row by row leave it as it is."""
+    plan = parse_codec(spec)
+    keys, values = sample(count, dim, heads, dim)
+    mean = mx.mean(keys, axis=1, keepdims=True)
+    keys = mx.where((mx.arange(count) % 3 == 1)[:, None], keys - mean, keys)
+    return Growth(plan.k, plan.v, roped(dim)[rope]).encoded(keys, values, 7)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_is_attention_to_the_decoded_rows(level: str, spec: str) -> None:
+    """Every head size and rotation; whole, and cut at odd places; masks; as many queries as a KV head may have, and one."""
+    for i, dim in enumerate(DIMS):
+        rope = ("none", "half", "partial")[(i + SPECS.index(spec)) % 3] if dim not in (64, 128) else ("half", "none")[dim == 64]
+        whole = made(spec, dim, rope)
+        for block, count, kind, window in (
+            (whole, 1, "none", 0),
+            (whole.kept(7 + 34, 7 + 131), 5, "causal", 0),
+            (whole.kept(8, 7 + 150), 2, "causal", 40),
+            (whole.kept(7, 8), 3, "none", 50),
+        ):
+            reference = [x[:, block.first - 7 : block.stop - 7] for x in rows_of_block(whole)]
+            q = queries(count, dim=dim)
+            mask, bias = bias_of(kind, count, block.count + 3, window)
+            seen = Visibility.of(mask, 6, 2, count, block.count + 3, window)
+            assert block._native(stacked(q, 2), seen, 3) is not None  # and is what `attend` gives:
+            out, lse = block.attend(stacked(q, 2), seen, 3, 64)
+            with native.without():
+                plain = [np.array(x) for x in block.rows()]
+            shape = (6, count)
+            assert_close(out.reshape(*shape, -1), lse.reshape(shape), q, reference, plain, bias[..., 3 : 3 + block.count])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, NATIVE_ROWS])
+def test_any_number_of_queries(level: str, rows: int) -> None:
+    """Blocks of queries are 1, 2 and 4 wide, and filled up."""
+    block = made("rvq-4", 64, "half", 70)
+    q = mx.array(np.random.default_rng(rows).standard_normal((2, rows, 64)).astype(np.float32) / 8)
+    out, lse = block.attend(q, Visibility(1, rows, 70), 0, 64)
+    flat = q.reshape(2 * rows, 1, 64)
+    plain = [np.array(x) for x in block.rows()]
+    assert_close(out.reshape(2 * rows, 1, -1), lse.reshape(-1, 1), flat, rows_of_block(block), plain, np.zeros((2 * rows, 1, 70)))
+
+
+def test_long_rows_in_chunks_by_several_threads(level: str) -> None:
+    """Chunks merge, whoever took them; and the numbers do not depend on who did."""
+    block = made("k=rvq-4,v=rvq-3", 64, "none", 1700)
+    q = queries(1, dim=64)
+    seen = Visibility(1, GROUPS, 1700)
+    before, results = native.threads(), []
+    try:
+        for count in (1, 2, 5):
+            native.set_threads(count)
+            results += [[np.array(x) for x in block.attend(stacked(q, 2), seen, 0, 64)] for _ in range(5)]
+    finally:
+        native.set_threads(before)
+    for out, lse in results[1:]:
+        assert np.array_equal(out, results[0][0]) and np.array_equal(lse, results[0][1])
+    plain = [np.array(x) for x in block.rows()]
+    out, lse = results[0]
+    assert_close(mx.array(out).reshape(6, 1, -1), mx.array(lse).reshape(6, 1), q, rows_of_block(block), plain, np.zeros((6, 1, 1700)))
+
+
+def test_callers_in_several_threads() -> None:
+    block, q, seen = made("rvq-4", 64, "half", 600), queries(1, dim=64), Visibility(1, GROUPS, 600)
+    mx.eval(q)
+    wanted = np.array(block.attend(stacked(q, 2), seen, 0, 64)[0])
+    found: list[bool] = []
+
+    def many() -> None:
+        for _ in range(20):
+            found.append(np.array_equal(np.array(block.attend(stacked(q, 2), seen, 0, 64)[0]), wanted))
+
+    callers = [threading.Thread(target=many) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert found == [True] * 60
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_floats_where_they_lie(level: str, dtype: mx.Dtype) -> None:
+    """Every bit pattern of 16 bits that is finite, in rows of a larger buffer; nothing is copied."""
+    if dtype == mx.float32:
+        bits = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
+    else:
+        bits = np.arange(1 << 16, dtype=np.uint16)
+        ends = 0x7C00 if dtype == mx.float16 else 0x7F80
+        bits[(bits & ends) == ends] = 0
+    buffer = (mx.array(bits) if dtype == mx.float32 else mx.array(bits).view(dtype)).reshape(2, 512, 64)
+    view = buffer[:, 3:500]
+    stored = CodedRows(Raw(), {"data": view}, tuple(view.shape), dtype).reader.stored
+    found = native._native.decode(stored, 0, 497)
+    assert np.array_equal(found.view(np.uint32), np.array(view.astype(mx.float32)).view(np.uint32))
+    assert not np.shares_memory(found, native.shared(view)) and np.shares_memory(native.shared(buffer), native.shared(view))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_decoded_rows(level: str, spec: str) -> None:
+    for dim in (1, 2, 3, 7, *DIMS, 256):
+        plan = parse_codec(spec)
+        block = Growth(plan.k, plan.v).encoded(*sample(37, 1, 2, dim), 0)
+        for coded in (block.k, block.v):
+            wanted = np.array(coded.codec.decode(coded.parts, coded.shape, mx.float32))
+            found = native._native.decode(coded.reader.stored, 0, 37)
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+
+
+def test_nan_and_infinity(level: str) -> None:
+    """A row of queries with a NaN among its visible scores is NaN; hidden keys have no influence."""
+    k, v = (np.array(x) for x in sample(40, 1, 2, 16))
+    k[0, 5, 3], k[1, 39, 0] = np.nan, np.inf
+    block = Block.exact(mx.array(k), mx.array(v), 0)
+    q = queries(2, dim=16)
+    seen = Visibility.of("causal", 6, 2, 2, 40)
+    out, lse = (np.array(x).reshape(2, GROUPS, 2, -1) for x in block.attend(stacked(q, 2), seen, 0, 64))
+    assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
+    assert np.isfinite(out[1, :, 0]).all() and np.isfinite(lse[1, :, 0]).all()  # does not see the last key
+    bias = np.zeros((6, 2, 40))
+    bias[:, 0, 39] = -np.inf
+    q64 = np.array(q).astype(np.float64)[3:, :1]
+    wanted, _ = attention(q64, k[1:, :39].astype(np.float64), v[1:, :39].astype(np.float64), bias[3:, :1, :39])
+    np.testing.assert_allclose(out[1, :, 0], wanted[:, 0], atol=1e-5)
+
+
+def test_what_it_leaves_to_mlx() -> None:
+    block, q = made("rvq-4", 16, "none", 40), stacked(queries(1, dim=16), 2)
+    assert block._native(q, Visibility(1, GROUPS, 40), 0) is not None
+    assert block._native(q, Visibility(1, GROUPS, 40, mask=mx.ones((1, 3, 40), mx.bool_)), 0) is None
+    assert block._native(mx.zeros((2, NATIVE_ROWS + 1, 16)), Visibility(1, NATIVE_ROWS + 1, 40), 0) is None
+    assert block_of("tc-2", sample(64))._native(q, Visibility(1, GROUPS, 64), 0) is None
+    with native.without():
+        assert block._native(q, Visibility(1, GROUPS, 40), 0) is None
+
+
+def test_refuses_what_does_not_fit() -> None:
+    rows = native.stored((2, 5, 16))
+    for call, message in (
+        (lambda: native.stored((2, 5, 513)), r"shape must be \(H, S, D\) with D at most 512, but got \(2, 5, 513\)"),
+        (lambda: rows.codes(np.zeros((2, 5, 7), np.uint8), 4, None), r"codes must be \(2, 5, 8\), but got \(2, 5, 7\)"),
+        (lambda: rows.codes(np.zeros((2, 5, 18), np.uint8), 9, None), "bits must be 1 to 8, but got 9"),
+        (lambda: rows.codes(np.zeros((2, 5, 8), np.uint8), 4, [0.0] * 15), "table must be 16 values, but got 15"),
+        (lambda: rows.codes(np.zeros((2, 5, 16), np.uint8)[..., ::2], 4, None), "contiguous along the last axis"),
+        (lambda: rows.scale(np.zeros((2, 4), np.uint16)), r"scale must be \(2, 5\), but got \(2, 4\)"),
+        (lambda: rows.mean(np.zeros((2, 15), np.float32)), r"mean must be \(2, 16\), but got \(2, 15\)"),
+        (lambda: rows.floats(np.zeros((2, 5, 16)), False), "data must be float16 or float32"),
+        (lambda: rows.rotation(np.ones(16, np.float32), np.ones((3, 3), np.float32)), r"hartley must be \(m, m\) with D = m 2\^k"),
+        (lambda: rows.affine(*[np.zeros((2, 1, 15), np.uint16)] * 2, 32, False), r"step must be \(2, 1, 16\), but got \(2, 1, 15\)"),
+        (lambda: native._native.decode(rows, 0, 5), "rows must be given their codes or floats, but got none"),
+        (lambda: native.set_level("sse9"), "KVTOOL_SIMD must be one of .*baseline, but got sse9"),
+        (lambda: native.set_threads(0), "KVTOOL_THREADS must be 1 to 1024, but got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    block, q = made("rvq-4", 16, "half", 40), mx.zeros((2, 3, 16))
+    k, v = block.k.reader.stored, block.v.reader.stored
+    none, every = np.zeros(3, np.int32), np.full(3, 40, np.int32)
+    for where, message in (((1, 0, 40), "keys must be rows within 40, but got 1 to 41"), ((0, -1, 40), "values must be rows within 40")):
+        with pytest.raises(ValueError, match=message):
+            native.attend(q, k, v, *where, (none, every))
+    with pytest.raises(ValueError, match=r"q must be \(2, 3, 16\), but got \(2, 3, 8\)"):
+        native.attend(q[..., :8], k, v, 0, 0, 40, (none, every))
+    with pytest.raises(ValueError, match=r"angles must be \(40, 16\), but got \(39, 16\)"):
+        native.attend(q, k, v, 0, 0, 40, (none, every), mx.zeros((39, 16)))
+    with pytest.raises(ValueError, match="angles must be of entries within D"):
+        native.attend(q, k, v, 0, 0, 40, (none, every), mx.zeros((40, 16)), 2)
+
+
+def _in_child(queue: "multiprocessing.Queue[bool]", stored: object, wanted: np.ndarray) -> None:
+    native.set_threads(2)
+    queue.put(np.array_equal(native._native.decode(stored, 0, 600), wanted))
+
+
+def test_a_forked_child_makes_threads_of_its_own() -> None:
+    stored = made("rvq-4", 64, "none", 600).k.reader.stored
+    before = native.threads()
+    native.set_threads(2)
+    try:
+        wanted = native._native.decode(stored, 0, 600)
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        child = context.Process(target=_in_child, args=(queue, stored, wanted))
+        child.start()
+        assert queue.get(timeout=30)
+        child.join(30)
+        assert child.exitcode == 0
+    finally:
+        native.set_threads(before)

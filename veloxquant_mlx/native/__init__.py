@@ -1,0 +1,136 @@
+"""Attention to coded rows on a CPU, in C++: the same numbers as `caches.blocks`, without a decoded tile in memory.
+
+The extension is built where a C++17 compiler is at hand when the package is installed. It has one kernel for each SIMD level; the best one
+that the machine has is used, KVTOOL_SIMD names a lower one (or "none", for MLX in its place), KVTOOL_THREADS a number of threads other
+than that of physical cores.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+_BUILT = importlib.util.find_spec("veloxquant_mlx.native._native") is not None
+if _BUILT:
+    from veloxquant_mlx.native import _native
+
+_off: ContextVar[bool] = ContextVar("native_off", default=os.environ.get("KVTOOL_SIMD") == "none")
+
+
+def built() -> bool:
+    """Whether the extension was built when this package was installed."""
+    return _BUILT
+
+
+def available() -> bool:
+    """Whether attention on a CPU is the extension's now."""
+    return _BUILT and not _off.get()
+
+
+@contextmanager
+def without() -> Iterator[None]:
+    """Within the block, attention is MLX's."""
+    token = _off.set(True)
+    try:
+        yield
+    finally:
+        _off.reset(token)
+
+
+def levels() -> list[str]:
+    """SIMD levels that this machine has, best first; none without the extension."""
+    return _native.levels() if _BUILT else []
+
+
+def level() -> str:
+    """The level in use."""
+    return _native.level()
+
+
+def set_level(name: str) -> None:
+    """Use that level in this process.
+
+    Raises:
+        ValueError: the machine does not have it.
+    """
+    _native.set_level(name)
+
+
+def set_threads(count: int) -> None:
+    """Use so many threads in this process, the caller's among them."""
+    _native.set_threads(count)
+
+
+def threads() -> int:
+    return _native.threads()
+
+
+def physical_cores() -> int:
+    """Cores that this process may run on, counted once where they run several threads."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    own = os.sched_getaffinity(0)
+    siblings = set()
+    for cpu in own:
+        listed = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings.add(listed.read_text() if listed.exists() else str(cpu))
+    return len(siblings)
+
+
+def shared(x: mx.array) -> np.ndarray:
+    """The memory of an array, evaluated; bfloat16 as uint16. Nothing is copied."""
+    mx.eval(x)
+    x = x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
+    return np.array(x, copy=False)
+
+
+def attend(
+    q: mx.array,
+    k: "_native.Stored",
+    v: "_native.Stored",
+    k_from: int,
+    v_from: int,
+    count: int,
+    seen: tuple[np.ndarray, np.ndarray],
+    angles: mx.array | None = None,
+    rope_first: int = 0,
+) -> tuple[mx.array, mx.array]:
+    """Softmax attention of queries to stored rows.
+
+    Args:
+        q: (H, R, D) float32, times the scale, in half-split order where there are angles.
+        k, v: rows as `codecs._reading.RowReader.stored` gives them.
+        k_from, v_from, count: which of their rows.
+        seen: (R,) int32 each: of these rows, the first that a query sees and the one after the last.
+        angles: (count, dims) float32, cosines and sines, for keys before RoPE.
+        rope_first: index of the first rotated entry.
+
+    Returns:
+        (out, lse): (H, R, D_v) and (H, R) float32; 0 and -inf for a query that sees none.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    table = None if angles is None else shared(angles)
+    out, lse = _native.attend(shared(mx.contiguous(q)), k, v, k_from, v_from, count, *seen, table, rope_first)
+    return mx.array(out), mx.array(lse)
+
+
+def stored(shape: tuple[int, int, int]) -> "_native.Stored":
+    """Rows (H, S, D), still without their codes."""
+    return _native.Stored(*shape)
+
+
+def max_dim() -> int:
+    return _native.MAX_DIM
+
+
+if _BUILT:
+    _native.set_threads(int(os.environ.get("KVTOOL_THREADS") or physical_cores()))
+    if os.environ.get("KVTOOL_SIMD") not in (None, "", "none"):
+        _native.set_level(os.environ["KVTOOL_SIMD"])

@@ -1,0 +1,76 @@
+// Attention to stored rows, as plain numbers and pointers: what the bindings check and every SIMD level reads.
+//
+// No inline functions and no standard templates here or in what a level includes: a level's translation unit is compiled for
+// instructions that the machine may lack, and the linker would be free to keep its copy of them for everybody.
+#pragma once
+#include <cstdint>
+
+namespace kvtool {
+
+constexpr int TILE = 32;      // tokens decoded at a time
+constexpr int MAX_DIM = 512;  // a tile of it is 64 KiB of stack
+
+enum class Type : int { FLOAT32, FLOAT16, BFLOAT16, CODES };
+
+// Neighbouring codes of b bits, least significant first, each row from a byte of its own.
+struct Stage {
+  const uint8_t* codes;
+  const uint8_t* end;  // of the memory that may be read
+  int64_t head, row;   // strides in bytes
+  int bits;
+  const float* table;  // 2^bits values, repeated to at least 16; nullptr: the code itself
+};
+
+// x[s] = scale[s] R^T points[s] + centred[s] mean, or points step + zero.
+struct Rows {
+  Type type;
+  int heads, count, dim;
+  const uint8_t* data;  // of floats
+  int64_t head, row;    // their strides in bytes
+  int stages;           // of codes
+  Stage stage[2];
+  const uint16_t* scale;  // (H, S) bfloat16, with `mean` negative for "without the mean"; or nullptr
+  const float* mean;      // (H, D), or nullptr
+  const uint16_t* step;   // affine: bfloat16, per channel (H, ceil(S / group), D), per token (H, S, ceil(D / group)); or nullptr
+  const uint16_t* zero;
+  int group;
+  bool by_token;
+  const float* signs;    // (D): points are T diag(signs) x; or nullptr
+  const float* hartley;  // (odd, odd), D = odd 2^k
+  int odd;
+};
+
+// One call. The workspace is the bindings'; padded sizes are multiples of 16.
+struct Problem {
+  Rows keys, values;
+  int k_from, v_from, count;  // where the rows start, and how many
+  int rows, padded_rows;      // queries of a KV head; padded: 1, 2 or a multiple of 4
+  int dim, dim_v;             // padded
+  const float* q;             // (H, R, D)
+  const int32_t* first;       // (R): a query sees rows first to stop
+  const int32_t* stop;
+  const float* angles;  // (count, 2 half) cosines, then sines; or nullptr
+  int rope_first, half;
+  int chunk, chunks;  // tokens of one, and how many
+  float* turned;      // (H, padded_rows, dim)
+  float* by_mean;     // (H, padded_rows)
+  float* sums;        // (H, chunks, padded_rows, dim_v)
+  float* states;      // (H, chunks, 3, padded_rows): maximum, sum, sum over rows with the mean
+  float* out;         // (H, R, D_v)
+  float* lse;         // (H, R)
+};
+
+struct Level {
+  const char* name;
+  void (*prepare)(const Problem&, int head);
+  void (*attend)(const Problem&, int head, int chunk, float* scratch);  // scratch: padded_rows TILE
+  void (*finish)(const Problem&, int head);
+  void (*decode)(const Rows&, int head, int from, int count, float* out);  // rows before RoPE, (count, D)
+};
+
+extern const Level baseline;
+#ifdef KVTOOL_X86
+extern const Level avx2, avx512;
+#endif
+
+}  // namespace kvtool
