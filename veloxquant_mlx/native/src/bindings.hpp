@@ -1,0 +1,66 @@
+// What every file of bindings shares: arrays as they come from Python, refusals, the pool and the SIMD level in use.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "pool.hpp"
+#include "problem.hpp"
+
+namespace nb = nanobind;
+
+namespace kvtool {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu>;
+using Floats = nb::ndarray<nb::ro, nb::ndim<3>, nb::device::cpu>;
+template <int N>
+using Words = nb::ndarray<const uint16_t, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <int N>
+using F32 = nb::ndarray<const float, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using Bounds = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+using Out3 = nb::ndarray<nb::numpy, float, nb::ndim<3>>;
+using Out2 = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+
+[[noreturn]] inline void refuse(const std::string& name, const std::string& must, const std::string& got) {
+  throw nb::value_error(("[native] " + name + " must be " + must + ", but got " + got + ".").c_str());
+}
+
+template <class A>
+std::string shape(const A& array) {
+  std::string text = "(";
+  for (size_t i = 0; i < array.ndim(); i++) text += (i ? ", " : "") + std::to_string(array.shape(i));
+  return text + ")";
+}
+
+template <class A>
+void check(const std::string& name, const A& array, std::vector<int64_t> wanted) {
+  bool same = array.ndim() == wanted.size();
+  for (size_t i = 0; same && i < wanted.size(); i++) same = int64_t(array.shape(i)) == wanted[i];
+  if (same) return;
+  std::string text = "(";
+  for (size_t i = 0; i < wanted.size(); i++) text += (i ? ", " : "") + std::to_string(wanted[i]);
+  refuse(name, text + ")", shape(array));
+}
+
+template <class Array>
+Array owned(float* data, std::initializer_list<size_t> sizes) {
+  return Array(data, sizes, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<float*>(p); }));
+}
+
+const Level& level();           // in use
+std::shared_ptr<Pool> the_pool();
+
+void bind_attend(nb::module_& m);
+
+}  // namespace kvtool
