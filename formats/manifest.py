@@ -247,6 +247,9 @@ class Node:
             raise self.fail(f"must be a number, but is {_show(self.value)}")
         return float(self.value)
 
+    def boolean(self) -> bool:
+        return self._is(bool, "true or false")
+
     def optional(self, read: Callable[["Node"], T]) -> T | None:
         return None if self.value is None else read(self)
 

@@ -34,6 +34,9 @@ _HOME = {
     "SaveReport": "kvtool.archive",
     "make_cache": "kvtool.live",
     "recode": "kvtool.recoding",
+    "fit": "kvtool.bridges.fitting",
+    "recode_across": "kvtool.bridges.bridging",
+    "load_across": "kvtool.bridges.bridging",
     "evaluate": "kvtool.evaluation",
     "EvalReport": "kvtool.evaluation",
     "calibrate": "kvtool.calibrating",
@@ -54,6 +57,9 @@ if TYPE_CHECKING:
     from kvtool.archive import open as open
     from kvtool.archive import save as save
     from kvtool.blas import use_openblas as use_openblas
+    from kvtool.bridges.bridging import load_across as load_across
+    from kvtool.bridges.bridging import recode_across as recode_across
+    from kvtool.bridges.fitting import fit as fit
     from kvtool.calibrating import calibrate as calibrate
     from kvtool.calibrations import Calibration as Calibration
     from kvtool.capturing import Snapshot as Snapshot

@@ -128,7 +128,7 @@ def test_nan_is_refused_by_reader_and_writer() -> None:
 def test_names_a_file_cannot_have(layer: str) -> None:
     bad = example()
     bad.tables["tc"][layer] = {"mean": np.zeros(1)}  # type: ignore[index]
-    with pytest.raises(ValueError, match="kind, layer and array"):
+    with pytest.raises(ValueError, match="names must be of A-Z"):
         to_bytes(bad)
 
 

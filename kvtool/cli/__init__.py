@@ -30,6 +30,7 @@ COMMANDS = {
     "import": "kvtool.cli.import_",
     "lm-server": "kvtool.cli.lm_server",
     "recode": "kvtool.cli.recode",
+    "fit": "kvtool.cli.fit",
     "inspect": "kvtool.cli.inspect",
     "check": "kvtool.cli.check",
     "diff": "kvtool.cli.diff",

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,13 @@ frame_option = click.option("--frame", type=click.Choice(["pre", "post"]), help=
 
 calibration_option = click.option(
     "--calibration", metavar="FILE", help="Calibration that the file's codecs need, where the store does not have it."
+)
+
+map_option = click.option(
+    "--map", "mapping", type=click.Path(exists=True, dir_okay=False), metavar="MAP", help="Map rows by this file of `kvtool fit`."
+)
+recompute_option = click.option(
+    "--recompute", metavar="PLAN", help="What the model computes itself, such as first=4,newest=15%: tokens, or per cent of them."
 )
 
 
@@ -91,6 +98,19 @@ def read_text(path: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def named_texts(files: Sequence[str]) -> dict[str, str] | None:
+    """Texts by the names of their files, later ones of the same name numbered; None for the shipped ones."""
+    texts: dict[str, str] = {}
+    for file in files:
+        name = "stdin" if file == "-" else Path(file).name
+        again = 1
+        while name in texts:
+            again += 1
+            name = f"{Path(file).name} ({again})"
+        texts[name] = read_text(file)
+    return texts or None
 
 
 def read_tokens(path: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 import shlex
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from formats.calibration import to_bytes, write_calibration
 from kvtool import calibration_store as store
-from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, model_option, read_text
+from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, model_option, named_texts
 
 
 @click.command("calibrate")
@@ -34,7 +33,7 @@ def command(model_name: str, files: tuple[str, ...], dtype: str, output: str | N
         check_target(output)
     else:
         store.check_writable()
-    texts = _read(files)
+    texts = named_texts(files)
 
     from kvtool.calibrating import calibrate
     from kvtool.model import load_model
@@ -65,19 +64,6 @@ def command(model_name: str, files: tuple[str, ...], dtype: str, output: str | N
     use = ["kvtool", "export", "--model", model.argument, "--prompt-file", "F", "--codec", "tc-2"]
     use += [] if output is None else ["--calibration", output]
     emit(as_json, data, _text(data, shlex.join([*use, "-o", "OUT.kv"])))
-
-
-def _read(files: Sequence[str]) -> dict[str, str] | None:
-    """Texts by the names of their files, later ones of the same name numbered; None for the shipped ones."""
-    texts: dict[str, str] = {}
-    for file in files:
-        name = "stdin" if file == "-" else Path(file).name
-        again = 1
-        while name in texts:
-            again += 1
-            name = f"{Path(file).name} ({again})"
-        texts[name] = read_text(file)
-    return texts or None
 
 
 def _text(data: dict[str, Any], use: str) -> str:

@@ -17,10 +17,12 @@ from kvtool.cli._common import (
     dtype_option,
     emit,
     json_option,
+    map_option,
     model_option,
     note,
     quality_line,
     read_text,
+    recompute_option,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ def _finite(value: float) -> float:
 @click.option("--decode", is_flag=True, help="Expand the codes to mlx-lm's own caches; by default attention reads codes.")
 @click.option("--live", metavar="SPEC", help="Keep the rows in this codec while they live, such as tc-3 for a file of tcz.")
 @click.option("--allow-mismatch", is_flag=True, help="Accept a file computed by other weights; shapes and RoPE must fit all the same.")
+@map_option
+@recompute_option
 @calibration_option
 @dtype_option
 @json_option
@@ -73,6 +77,8 @@ def command(
     decode: bool,
     live: str | None,
     allow_mismatch: bool,
+    mapping: str | None,
+    recompute: str | None,
     calibration: str | None,
     dtype: str,
     as_json: bool,
@@ -90,11 +96,15 @@ def command(
         raise click.UsageError("--to writes the cache alone; give the prompt to mlx_lm.generate")
     if decode and live is not None:
         raise click.UsageError("give one of --decode and --live")
+    across = mapping is not None or recompute is not None
+    if across and (target is not None or decode):
+        raise click.UsageError("--map and --recompute go without --to and --decode; use kvtool recode first")
     if target is not None:
         check_target(target[1])
 
     from kvtool.archive import cast_note
     from kvtool.archive import open as open_archive
+    from kvtool.bridges.bridging import load_across
     from kvtool.capturing import check_ids
     from kvtool.foreign import write_mlx_lm
     from kvtool.loading import load
@@ -134,7 +144,11 @@ def command(
         quality = list(archive.manifest.quality)
     start = time.perf_counter()
     with bar("loading", quiet=as_json) as progress:
-        restored = load(source, model, decode=decode, live=live, allow_mismatch=allow_mismatch, calibration=calibration, progress=progress)
+        more: dict[str, Any] = {"live": live, "calibration": calibration, "progress": progress}
+        if across:
+            restored = load_across(source, model, mapping=mapping, recompute=recompute, **more)
+        else:
+            restored = load(source, model, decode=decode, allow_mismatch=allow_mismatch, **more)
     loaded = time.perf_counter() - start
     for remark in (*map(quality_line, quality), *restored.notes):
         note(remark)

@@ -1,6 +1,7 @@
 """`kvtool recode`: rotate a file's keys for another model, RoPE base or position, or change its codec."""
 
 from dataclasses import asdict
+from typing import Any
 
 import click
 
@@ -11,8 +12,10 @@ from kvtool.cli._common import (
     emit,
     frame_option,
     json_option,
+    map_option,
     note,
     recent_option,
+    recompute_option,
     save_lines,
     sink_option,
 )
@@ -22,6 +25,8 @@ from kvtool.cli._common import (
 @click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv", help="May be IN.kv itself.")
 @click.option("--to-model", metavar="M", help="Rotate for this model's live RoPE and make the file its own.")
+@map_option
+@recompute_option
 @click.option("--rope-theta", type=click.FloatRange(0, min_open=True), metavar="X", help="Rotate to this RoPE base instead.")
 @click.option("--shift", type=int, default=0, metavar="N", help="Move every position by N.")
 @click.option("--codec", metavar="SPEC", help="Encode again with this codec; without it each tensor keeps its own.")
@@ -39,6 +44,8 @@ def command(
     source: str,
     output: str,
     to_model: str | None,
+    mapping: str | None,
+    recompute: str | None,
     rope_theta: float | None,
     shift: int,
     codec: str | None,
@@ -51,34 +58,35 @@ def command(
 ) -> None:
     """Rotate a file's keys for another model, RoPE base or position, or change its codec.
 
-    Keys stored before RoPE are re-rotated by editing the header alone, without added error.
+    Keys stored before RoPE are re-rotated by editing the header alone, without added error. Another model's weights change more than the
+    rotation: --map corrects the rows, --recompute has the model compute some of them.
 
     \b
     Example:
       kvtool recode report.kv -o report-b.kv --to-model tiny-b
       kvtool recode report.kv -o report.kv --codec rvq-2+2
       kvtool recode report.kv -o later.kv --rope-theta 500000 --shift 128
+      kvtool recode report.kv -o report-b.kv --to-model tiny-b --map a-to-b.safetensors --recompute first=4,newest=15%
     """
     check_target(output)
+    across = mapping is not None or recompute is not None
+    if across and to_model is None:
+        raise click.UsageError("--map and --recompute need --to-model")
+    if across and (rope_theta is not None or shift):
+        raise click.UsageError("--map and --recompute go without --rope-theta and --shift")
 
+    from kvtool.bridges.bridging import recode_across
     from kvtool.model import load_model
     from kvtool.recoding import recode
 
     target = None if to_model is None else load_model(to_model, dtype=dtype)
+    choice: dict[str, Any] = {"codec": codec, "sink": sink, "recent": recent, "frame": frame, "calibration": calibration}
     with bar("writing", quiet=as_json) as progress:
-        report = recode(
-            source,
-            output,
-            to_model=target,
-            rope_theta=rope_theta,
-            shift=shift,
-            codec=codec,
-            sink=sink,
-            recent=recent,
-            frame=frame,
-            calibration=calibration,
-            progress=progress,
-        )
+        if across:
+            assert target is not None
+            report = recode_across(source, output, target, mapping=mapping, recompute=recompute, progress=progress, **choice)
+        else:
+            report = recode(source, output, to_model=target, rope_theta=rope_theta, shift=shift, progress=progress, **choice)
     for remark in report.notes:
         note(remark)
     quality = report.quality or {}
@@ -87,4 +95,4 @@ def command(
     lines = f"  keys and values of a layer: {len(kept)} copied as they are, {len(again)} encoded again"
     if partly:
         lines += f", {len(partly)} copied but for their exact rows, which were rotated"
-    emit(as_json, asdict(report), f"{save_lines(report)}\n{lines}")
+    emit(as_json, asdict(report), save_lines(report) if across else f"{save_lines(report)}\n{lines}")

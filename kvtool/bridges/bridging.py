@@ -1,0 +1,136 @@
+"""Files of one model for another that has other weights or other shapes: written again, or brought to life."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from formats.transfer_map import MapFile, read_map
+from kvtool.archive import Restored, SaveReport, save
+from kvtool.archive import open as open_archive
+from kvtool.bridges.transferring import Recompute, source_of, transfer
+from kvtool.calibrations import Calibration, is_calibrated
+from kvtool.capturing import Snapshot
+from kvtool.encoding import codec_plan
+from kvtool.live import Placement
+from kvtool.model import LoadedModel
+from kvtool.snapshot import build_caches
+from veloxquant_mlx.codecs import CodecPlan
+
+Progress = Callable[[int, int], None]
+Map = str | os.PathLike[str] | MapFile
+
+
+def transferred(
+    source: str | os.PathLike[str],
+    model: LoadedModel,
+    *,
+    mapping: Map | None = None,
+    recompute: str | Recompute | None = None,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
+    progress: Progress | None = None,
+) -> tuple[Snapshot, str | None]:
+    """A file's cache as `model`'s, decoded, and the spec of the codec that the file was encoded with, None where it does not say.
+
+    Args:
+        source: a kvtool file of another model of the same tokenizer.
+        model: the model that will go on.
+        mapping: a map from that model to this one, or its file; None takes rows over as they are.
+        recompute: what the model computes itself, such as "first=4,newest=20%".
+        calibration: as in `load`.
+        progress: called with (layers done, layers in all).
+
+    Raises:
+        ValueError: nothing to do.
+        IncompatibleError: as `transfer`.
+    """
+    if mapping is None and recompute is None:
+        raise ValueError("[transfer] give a map, what to recompute, or both; kvtool recode --to-model alone rotates the keys.")
+    with open_archive(source, calibration=calibration) as archive:
+        archive.check_tokens(model)
+        plan = Recompute.parse(recompute, archive.length) if isinstance(recompute, str) else recompute
+        chosen = mapping if isinstance(mapping, MapFile) or mapping is None else read_map(mapping)[0]
+        steps = [step["codec"] for step in archive.manifest.quality if isinstance(step.get("codec"), str)]
+        snapshot = transfer(source_of(archive), model, mapping=chosen, recompute=plan, progress=progress)
+    return snapshot, next((spec for spec in reversed(steps) if spec != "as stored"), None)
+
+
+def recode_across(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to_model: LoadedModel,
+    *,
+    mapping: Map | None = None,
+    recompute: str | Recompute | None = None,
+    codec: str | CodecPlan | None = None,
+    sink: int | None = None,
+    recent: int | None = None,
+    frame: str | None = None,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
+    details: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write `source` again as a file of `to_model`, by a map, by recomputing a part, or both.
+
+    Args:
+        source: a kvtool file. It may be the target as well.
+        target: the file to write, atomically.
+        to_model, mapping, recompute: as in `transferred`.
+        codec: encode with this codec; None is that of `source`.
+        sink, recent, frame, calibration, details: as in `save`.
+        progress: called with (bytes written, bytes in all).
+    """
+    snapshot, own = transferred(source, to_model, mapping=mapping, recompute=recompute, calibration=calibration)
+    chosen = codec if codec is not None else own or "raw"
+    return save(
+        snapshot,
+        target,
+        codec=chosen,
+        sink=sink,
+        recent=recent,
+        frame=frame,
+        calibration=calibration if _takes_calibration(chosen) else None,
+        model=to_model,
+        details=details,
+        progress=progress,
+    )
+
+
+def _takes_calibration(codec: str | CodecPlan) -> bool:
+    plan = codec_plan(codec)
+    return is_calibrated(plan.k) or is_calibrated(plan.v)
+
+
+def load_across(
+    source: str | os.PathLike[str],
+    model: LoadedModel,
+    *,
+    mapping: Map | None = None,
+    recompute: str | Recompute | None = None,
+    live: str | CodecPlan | None = None,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
+    progress: Progress | None = None,
+) -> Restored:
+    """Bring a file of another model to life in `model`, by a map, by recomputing a part, or both.
+
+    Args:
+        source, model, mapping, recompute, calibration: as in `transferred`.
+        live: codec that rows are kept in while they live; None decodes them.
+        progress: called with (layers done, layers in all).
+
+    Raises:
+        IncompatibleError: as `transfer`.
+    """
+    if live is None:
+        snapshot, _ = transferred(source, model, mapping=mapping, recompute=recompute, calibration=calibration, progress=progress)
+        placed = tuple(Placement(False, "transferred", lossy=True, sharable=True) for _ in snapshot.states)
+        return Restored(build_caches(snapshot.states), snapshot.tokens, snapshot.length, (snapshot.history[-1]["note"],), placed)
+    with tempfile.TemporaryDirectory(prefix="kvtool-") as folder:
+        path = Path(folder) / "live.kv"
+        report = recode_across(source, path, model, mapping=mapping, recompute=recompute, codec=live, calibration=calibration)
+        with open_archive(path, calibration=calibration) as archive:
+            restored = archive.load(model, progress=progress)
+            done = next(step["note"] for step in reversed(archive.manifest.quality) if step["step"] == "transfer")
+    restored.notes = (done, f"kept as {report.codec}", *restored.notes)
+    return restored

@@ -1,0 +1,71 @@
+"""`kvtool fit`: learn a map from one model's keys and values to another's."""
+
+import os
+import shlex
+import time
+from typing import Any
+
+import click
+
+from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, named_texts
+
+
+@click.command("fit")
+@click.argument("source_name", metavar="A")
+@click.argument("target_name", metavar="B")
+@click.option("--text", "files", multiple=True, metavar="F", help="File with a text, twice or more; without any, the shipped texts.")
+@click.option("--sources", type=click.IntRange(1), metavar="N", help="Layers of A that a layer of B is built from, at most.")
+@click.option("--pieces", type=click.IntRange(2), default=64, show_default=True, metavar="N", help="Pieces of 256 tokens to learn from.")
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="MAP", help="The file to write.")
+@dtype_option
+@json_option
+def command(
+    source_name: str, target_name: str, files: tuple[str, ...], sources: int | None, pieces: int, output: str, dtype: str, as_json: bool
+) -> None:
+    """Learn a map from A's keys and values to B's, once for all prompts: in closed form, from texts that both models read.
+
+    Between models of the same shapes (a fine-tune) the map corrects each layer's rows; else it builds them from the best layers of A.
+
+    \b
+    Example:
+      kvtool fit tiny-a tiny-b -o a-to-b.safetensors
+      kvtool recode report.kv -o report-b.kv --to-model tiny-b --map a-to-b.safetensors
+    """
+    check_target(output)
+    texts = named_texts(files)
+
+    from formats.transfer_map import write_map
+    from kvtool.bridges.fitting import fit
+    from kvtool.model import load_model
+
+    start = time.monotonic()
+    source, target = (load_model(name, dtype=dtype) for name in (source_name, target_name))
+    with bar("running texts", quiet=as_json) as progress:
+        mapping = fit(source, target, texts, sources=sources, pieces=pieces, progress=progress)
+    digest = write_map(output, mapping)
+    layers = {
+        name: {"sources": list(own.sources), "rank": min(own.left.shape), "unexplained": round(own.unexplained, 4)}
+        for name, own in mapping.layers.items()
+    }
+    data: dict[str, Any] = {
+        "path": output,
+        "digest": digest,
+        "source": mapping.source.name,
+        "target": mapping.target.name,
+        "tokens": mapping.tokens,
+        "texts": dict(mapping.texts),
+        "layers": layers,
+        "file_bytes": os.path.getsize(output),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    left = [own.unexplained for own in mapping.layers.values()]
+    use = shlex.join(["kvtool", "recode", "IN.kv", "-o", "OUT.kv", "--to-model", target.argument, "--map", output])
+    emit(
+        as_json,
+        data,
+        f"{output}: {mapping.source.name} to {mapping.target.name}, {data['file_bytes']:,} bytes, made in {data['seconds']:.0f} s\n"
+        f"  digest {digest}\n"
+        f"  {len(layers)} layers, {mapping.tokens:,} tokens of {len(mapping.texts)} texts\n"
+        f"  energy left unexplained on texts not fitted on: {min(left):.1%} to {max(left):.1%}\n"
+        f"  use: {use}",
+    )
