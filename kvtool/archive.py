@@ -374,12 +374,22 @@ class Archive:
         for i, probe in enumerate(probes):
             yield fit_dtype(self.state(i), probe, casts)
 
-    def load(self, model: LoadedModel, *, decode: bool = False, allow_mismatch: bool = False, progress: Progress | None = None) -> Restored:
+    def load(
+        self,
+        model: LoadedModel,
+        *,
+        decode: bool = False,
+        mapped: bool = True,
+        allow_mismatch: bool = False,
+        progress: Progress | None = None,
+    ) -> Restored:
         """Live caches for `model`: codes stay codes, and attention reads them, in every layer where that can be (`kvtool.live`).
 
         Args:
             model: the model that will go on.
             decode: give every layer mlx-lm's own cache of decoded rows.
+            mapped: on a CPU let codes stay in the mapped file, where all processes that load it share them (`formats.container` says
+                what that asks of the file); False copies them.
             allow_mismatch: accept another model's weights or tokenizer; shapes and RoPE must fit all the same.
             progress: called with (layers done, layers in all).
         Raises:
@@ -394,10 +404,10 @@ class Archive:
         cache: list[Any] = []
         for i, (probe, placement) in enumerate(zip(probes, placed, strict=True)):
             if placement.codes:
-                cache.append(coded_cache(self.decoder, str(i), probe))
+                cache.append(coded_cache(self.decoder, str(i), probe, mapped))
             else:
                 cache += build_caches([fit_dtype(self.state(i), probe, casts)], first=i)
-            mx.eval(cache[-1].state)
+                mx.eval(cache[-1].state)
             if progress is not None:
                 progress(len(cache), len(probes))
         # That a lossless file is decoded goes without saying.

@@ -14,8 +14,9 @@ from kvtool.rope_limits import MAX_ROPE_DIMS, beyond_limits
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.caches.blocks import CodedRows
 from veloxquant_mlx.codecs import CODECS, Codec, token_blocks
-from veloxquant_mlx.codecs._base import FLOAT16_MAX, fits
+from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, fits
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.native.mapped import Mapped
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
 
 FLOATS = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -30,6 +31,7 @@ CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
     "CacheList": ("list", ()),
 }
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+LEAST_MAPPED = 1 << 14  # bytes of a part below which sharing its pages is of no account
 
 
 Span = tuple[int, int]
@@ -161,8 +163,11 @@ class Decoder:
             mx.eval(rows)
             yield start + first, rows
 
-    def coded(self, name: str, role: str, segment: Segment) -> CodedRows:
+    def coded(self, name: str, role: str, segment: Segment, mapped: bool) -> CodedRows:
         """Rows of one segment as they are stored, for attention to read; not of an eager codec, nor of mlx-lm's own.
+
+        Args:
+            mapped: leave large parts in the mapped file; only of codecs that `maps`.
 
         Raises:
             IntegrityError, ManifestError, IncompatibleError: as `role`.
@@ -171,12 +176,17 @@ class Decoder:
         assert about is not None
         self._check(about, segment)
         codec, shape = self.codec(segment.codec), (about.heads, segment.rows[1] - segment.rows[0], about.dim)
-        parts = read_parts(self.reader, segment, codec, shape)
-        mx.eval(parts)
+        dtypes = part_dtypes(self.reader, segment, codec, shape)
+        parts: dict[str, mx.array | Mapped] = {}
+        for part, dtype in dtypes.items():
+            array = self.reader.array(segment.tensors[part])
+            stays = mapped and array.nbytes >= LEAST_MAPPED
+            parts[part] = Mapped(array, DTYPES[dtype], self.reader.path) if stays else to_mlx(array, dtype)
+        mx.eval([part for part in parts.values() if isinstance(part, mx.array)])
         rows = CodedRows(codec, parts, shape, FLOATS[about.dtype], self._rope(about, segment))
         # Tables that no rows can be read with are found here, not in the middle of a generation.
         try:
-            if shape[1] and not codec.needs:
+            if shape[1] and not codec.needs and not codec.maps:
                 mx.eval(rows.reader.tile(0, 1).points)
             else:
                 rows.reader  # noqa: B018

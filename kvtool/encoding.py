@@ -238,7 +238,9 @@ class Encoder:
         tensors = {}
         for part, (dtype, shape) in layout.items():
             tensors[part] = f"{name}.{part}"
-            self.tensors.append(TensorPlan(tensors[part], dtype, shape, partial(work.give, part)))
+            # Codes that attention can read where the file is mapped are not compressed, which would save a few per cent of them.
+            compress = isinstance(work.codec, Raw) or not work.codec.maps
+            self.tensors.append(TensorPlan(tensors[part], dtype, shape, partial(work.give, part), compress))
         return Segment(rows=rows, codec=self.codec(CodecInfo(work.codec.id, work.codec.to_params())), frame=work.frame, tensors=tensors)
 
     def _frame(self, name: str, role: str, source: RoleSource, codec: Codec) -> str:

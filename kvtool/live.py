@@ -21,12 +21,14 @@ from kvtool.decoding import Decoder
 from kvtool.encoding import MLX_AFFINE, codec_plan, takes_dim
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
+from veloxquant_mlx import native
 from veloxquant_mlx.caches import families
 from veloxquant_mlx.caches.blocks import Block, CodedRows
 from veloxquant_mlx.caches.coded import CodedKVCache, Growth
 from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec
 from veloxquant_mlx.codecs._base import RoleName
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.metal._backend import backend
 
 FULL = ("KVCache", "ConcatenateKVCache")
 
@@ -143,8 +145,12 @@ def shareable(cache: Any, placement: Placement) -> Any:
     return CodedKVCache([Block.exact(keys, values, 0)])
 
 
-def coded_cache(decoder: Decoder, name: str, probe: CacheProbe) -> CodedKVCache:
-    """The cache of a layer that is placed on codes."""
+def coded_cache(decoder: Decoder, name: str, probe: CacheProbe, mapped: bool = True) -> CodedKVCache:
+    """The cache of a layer that is placed on codes.
+
+    Args:
+        mapped: leave codes in the mapped file where attention can read them there.
+    """
     info = decoder.reader.manifest.layers[int(name)]
     assert info.k is not None and info.v is not None
     for segment in info.v.segments:
@@ -154,13 +160,20 @@ def coded_cache(decoder: Decoder, name: str, probe: CacheProbe) -> CodedKVCache:
                 why = "are not one coded segment" if keys is None else "are stored after RoPE"
                 what = f"rows {segment.rows[0]} to {segment.rows[1]} of {name}.k, that values are predicted from, {why}"
                 raise ManifestError(what, path=decoder.reader.path)
+    # Both roles or neither: where the native back end cannot read one, MLX has to read both, and would copy them each time.
+    mapped = mapped and all(_mappable(decoder.codec(segment.codec), about.dim) for about in (info.k, info.v) for segment in about.segments)
     pieces = {
-        role: [(segment.rows, decoder.coded(name, role, segment)) for segment in about.segments]
+        role: [(segment.rows, decoder.coded(name, role, segment, mapped)) for segment in about.segments]
         for role, about in (("k", info.k), ("v", info.v))
     }
     first = info.positions[0][0]
     window = info.window or 0 if info.attention == "sliding" else 0
     return CodedKVCache(list(_blocks(pieces["k"], pieces["v"], first)), growth(decoder, info, probe), window)
+
+
+def _mappable(codec: Codec, dim: int) -> bool:
+    """Whether codes may stay where the file is mapped: the native back end reads them there; MLX has no arrays over memory of others."""
+    return codec.maps and native.available() and backend() == "cpu" and dim <= native.max_dim()
 
 
 def _blocks(keys: list[tuple[tuple[int, int], CodedRows]], values: list[tuple[tuple[int, int], CodedRows]], first: int) -> Iterator[Block]:

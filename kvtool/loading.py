@@ -19,6 +19,7 @@ def load(
     *,
     decode: bool = False,
     live: str | CodecPlan | None = None,
+    mapped: bool = True,
     allow_mismatch: bool = False,
     calibration: str | os.PathLike[str] | Calibration | None = None,
     progress: Progress | None = None,
@@ -31,7 +32,7 @@ def load(
         decode: give every layer mlx-lm's own cache of decoded rows.
         live: codec that rows are kept in while they live, instead of the file's own: for `tcz`, which attention cannot read, and for files
             kept exactly. The error that this adds is among the notes.
-        allow_mismatch, progress: as in `Archive.load`.
+        mapped, allow_mismatch, progress: as in `Archive.load`.
         calibration: a calibration, or the file of one, that the file's codecs or `live` may need; others are looked for in the store.
 
     Raises:
@@ -47,7 +48,7 @@ def load(
         raise ValueError(f"[load] live must be a codec that attention reads (rvq-N, tc-N, affine-N ...), but got {plan.spec()!r}.")
     if plan is None:
         with open_archive(source, calibration=calibration) as archive:
-            return archive.load(model, decode=decode, allow_mismatch=allow_mismatch, progress=progress)
+            return archive.load(model, decode=decode, mapped=mapped, allow_mismatch=allow_mismatch, progress=progress)
     with open_archive(source, calibration=calibration) as archive:
         archive.check(model, allow_mismatch=allow_mismatch)
     # By way of a file, layer by layer: at no time are all layers decoded.
@@ -55,7 +56,7 @@ def load(
         path = Path(folder) / "live.kv"
         report = recode(source, path, codec=plan, to_model=None if allow_mismatch else model, calibration=calibration)
         with open_archive(path, calibration=calibration) as archive:
-            restored = archive.load(model, allow_mismatch=allow_mismatch, progress=progress)
+            restored = archive.load(model, mapped=mapped, allow_mismatch=allow_mismatch, progress=progress)
     quality = report.quality or {}
     errors = [f"{role} {quality[f'{role}_relative_error']:.3g}" for role in "kv" if f"{role}_relative_error" in quality]
     if errors:

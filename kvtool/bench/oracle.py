@@ -11,7 +11,7 @@ S tokens are of float32, one term after another in a few lanes.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtool.bench.measuring import Checked
 from veloxquant_mlx.codecs import Codec
-from veloxquant_mlx.codecs._base import Given, Shape
+from veloxquant_mlx.codecs._base import Given, Parts, Shape
 from veloxquant_mlx.codecs._rotated import RotatedCodec
 from veloxquant_mlx.codecs._rotation import signs
 from veloxquant_mlx.codecs.affine import Affine
@@ -61,7 +61,7 @@ def rotation(dim: int, seed: int) -> np.ndarray:
     return np.kron(np.cos(angles) + np.sin(angles), sylvester) / math.sqrt(dim) * np.array(signs(dim, seed))
 
 
-def decoded(codec: Codec, parts: Mapping[str, mx.array], shape: Shape, head: int, given: Given | None = None) -> np.ndarray:
+def decoded(codec: Codec, parts: Parts, shape: Shape, head: int, given: Given | None = None) -> np.ndarray:
     """Rows of one head, (S, D) float64."""
     _, tokens, dim = shape
     if isinstance(codec, Raw):

@@ -22,6 +22,7 @@ from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.metal._attend import merge_parts
 from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.native.mapped import Mapped
 from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, rotate, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
@@ -36,14 +37,14 @@ class CodedRows:
 
     Attributes:
         codec: bound, with its tables.
-        parts: what it encoded.
+        parts: what it encoded; large ones may be views of a mapped file.
         shape: (H, S, D).
         dtype: of the live rows that were encoded.
         rope: rotation to apply to the decoded rows, None where they were encoded as cached.
     """
 
     codec: Codec
-    parts: dict[str, mx.array]
+    parts: dict[str, mx.array | Mapped]
     shape: tuple[int, int, int]
     dtype: mx.Dtype
     rope: RopeSpec | None = None

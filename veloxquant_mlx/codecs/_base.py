@@ -17,12 +17,14 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx.codecs._reading import RowReader
+from veloxquant_mlx.native.mapped import Mapped
 
 Shape = tuple[int, int, int]  # H, S, D
 RoleName = Literal["k", "v"]
 Frame = Literal["post", "pre"]
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 Given = Mapping[str, mx.array]
+Parts = Mapping[str, mx.array | Mapped]
 
 DTYPES = {
     "U8": mx.uint8,
@@ -46,6 +48,7 @@ class Codec(ABC):
     """One way to store the keys or the values of a layer. Instances are equal when they encode and decode alike."""
 
     id: ClassVar[str]
+    maps: ClassVar[bool] = False  # whether its reader takes `Mapped` parts, for the native back end to read; none of them are tables
 
     @property
     def tokens_together(self) -> int:
@@ -156,11 +159,12 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype, given: Given | None = None) -> mx.array:
+    def decode(self, parts: Parts, shape: Shape, dtype: mx.Dtype, given: Given | None = None) -> mx.array:
         """Rebuild the array.
 
         Args:
-            parts: what `encode` returned, or the same read from a file; a BF16 part may come as its uint16 bits.
+            parts: what `encode` returned, or the same read from a file (`Mapped` where the codec `maps`); a BF16 part may
+                come as its uint16 bits.
             shape: (H, S, D) of the array that was encoded.
             dtype: of the result.
             given: as in `encode`; what encode saw and decode sees must be the same bits.
@@ -169,11 +173,11 @@ class Codec(ABC):
             ValueError: a part is missing, or has another dtype or shape than `layout` says.
         """
 
-    def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
+    def row_reader(self, parts: Parts, shape: Shape) -> RowReader:
         """What reads tiles of rows from their parts, as attention wants them.
 
         Args:
-            parts: what `encode` returned, or the same read from a file.
+            parts: what `encode` returned, or the same read from a file (`Mapped` where the codec `maps`).
             shape: (H, S, D) of the array that was encoded; S may be 0.
 
         Raises:
@@ -226,7 +230,7 @@ class Codec(ABC):
             checked[name] = rows
         return checked
 
-    def _checked_parts(self, parts: dict[str, mx.array], layout: Layout) -> dict[str, mx.array]:
+    def _checked_parts(self, parts: Parts, layout: Layout) -> dict[str, mx.array]:
         """The parts of a layout, BF16 ones as bfloat16 arrays."""
         checked = {}
         for name, (dtype, shape) in layout.items():

@@ -11,12 +11,14 @@ Dot products and weighted sums of rows need no more than `points`:
 A codec that has such coordinates says so with a reader of its own (`Codec.row_reader`); of any other the points are its decoded rows.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from veloxquant_mlx.codecs._rotation import matrix
+from veloxquant_mlx.native.mapped import Mapped
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class RowReader:
 
     Args:
         codec: that encoded the parts; not eager.
-        parts: what it returned.
+        parts: what it returned, or views of a file where the codec `maps`.
         shape: (H, S, D).
 
     Attributes:
@@ -49,7 +51,7 @@ class RowReader:
         mean: (H, D) float32, or None.
     """
 
-    def __init__(self, codec: Any, parts: dict[str, mx.array], shape: tuple[int, int, int]) -> None:
+    def __init__(self, codec: Any, parts: Mapping[str, mx.array | Mapped], shape: tuple[int, int, int]) -> None:
         self.codec, self.parts, self.shape = codec, parts, shape
         self.seed: int | None = None
         self.mean: mx.array | None = None
@@ -86,10 +88,10 @@ class RowReader:
     def sliced(self, first: int, last: int, after: mx.array | None) -> dict[str, mx.array]:
         """The parts of rows first to last, multiples of the tokens that the codec codes together (or the end)."""
         group = self.codec.tokens_together
-        sliced = self.parts if after is None else dict(zip(self.parts, mx.depends(list(self.parts.values()), [after]), strict=True))
         by_group = slice(first // group, -(-last // group))
         spans = {part: slice(first, last) if one_by_one else by_group for part, one_by_one in self._by_token.items()}
-        return {part: x[:, spans[part]] if part in spans else x for part, x in sliced.items()}
+        sliced = {part: x[:, spans[part]] if part in spans else x[...] for part, x in self.parts.items()}
+        return sliced if after is None else dict(zip(sliced, mx.depends(list(sliced.values()), [after]), strict=True))
 
     @property
     def stored(self) -> Any:

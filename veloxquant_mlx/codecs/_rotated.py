@@ -59,6 +59,7 @@ class RotatedCodec(Codec):
     scale: ScaleKind
     center: bool
     seed: int = DEFAULT_SEED
+    maps: ClassVar[bool] = True
     ties_up: ClassVar[bool] = False  # a value on a boundary belongs to the cell above it
 
     @classmethod
@@ -216,10 +217,10 @@ class _RotatedReader(RowReader):
             return None
         rows = native.stored(self.shape)
         for part, codebook, bits in zip(self.codec.code_parts, self.codec.codebooks, self.codec.bits, strict=True):
-            rows.codes(native.shared(mx.contiguous(self.parts[part])), bits, list(codebook))
-        rows.scale(native.shared(mx.contiguous(self.parts["scale"])))
+            rows.codes(native.packed(self.parts[part]), bits, list(codebook))
+        rows.scale(native.packed(self.parts["scale"]))
         if self.mean is not None:
-            rows.mean(native.shared(mx.contiguous(self.mean)))
+            rows.mean(native.packed(self.mean))
         rows.rotation(*(native.shared(x) for x in factors(dim, self.codec.seed)))
         return rows
 

@@ -68,6 +68,7 @@ class Affine(Codec):
     """
 
     id: ClassVar[str] = "affine"
+    maps: ClassVar[bool] = True
     bits: int
     group: int
     per: Per
@@ -206,8 +207,8 @@ class _AffineReader(RowReader):
         if self.shape[2] > native.max_dim():
             return None
         rows, codec = native.stored(self.shape), self.codec
-        rows.codes(native.shared(mx.contiguous(self.parts["codes"])), codec.bits, None)
-        step, zero = (native.shared(mx.contiguous(self.parts[part])) for part in ("scale", "zero"))
+        rows.codes(native.packed(self.parts["codes"]), codec.bits, None)
+        step, zero = (native.packed(self.parts[part]) for part in ("scale", "zero"))
         rows.affine(step, zero, codec.group, codec.per == "token")
         return rows
 

@@ -19,6 +19,7 @@ class Raw(Codec):
     """No compression."""
 
     id: ClassVar[str] = "raw"
+    maps: ClassVar[bool] = True
 
     @classmethod
     def parse(cls, text: str, role: RoleName) -> "Raw | None":

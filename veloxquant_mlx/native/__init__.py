@@ -15,6 +15,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx.native.mapped import Mapped
+
 _BUILT = importlib.util.find_spec("veloxquant_mlx.native._native") is not None
 if _BUILT:
     from veloxquant_mlx.native import _native
@@ -82,11 +84,18 @@ def physical_cores() -> int:
     return len(siblings)
 
 
-def shared(x: mx.array) -> np.ndarray:
+def shared(x: mx.array | Mapped) -> np.ndarray:
     """The memory of an array, evaluated; bfloat16 as uint16. Nothing is copied."""
+    if isinstance(x, Mapped):
+        return x.view
     mx.eval(x)
     x = x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
     return np.array(x, copy=False)
+
+
+def packed(x: mx.array | Mapped) -> np.ndarray:
+    """`shared` of an array that is made row-contiguous where it is not."""
+    return shared(x if isinstance(x, Mapped) else mx.contiguous(x))
 
 
 def attend(
