@@ -1,4 +1,4 @@
-"""What a file is worth: held-out text scored on its cache, beside the model's own prefill and beside no cache at all.
+"""What a file is worth: held-out text scored on its cache, beside the model's own prefill, a wrong document's cache, and none at all.
 
 KL is the mean over positions of KL(own || arm) of the next-token distribution in nats, computed in float64 from the logits.
 """
@@ -11,16 +11,19 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from blake3 import blake3
 from mlx_lm.models.cache import make_prompt_cache
 
 from formats.errors import IncompatibleError
+from kvtool import calibration_texts
 from kvtool.archive import Archive
 from kvtool.archive import open as open_archive
+from kvtool.bridges.bridging import Map, load_across
 from kvtool.calibrations import Calibration
 from kvtool.capturing import check_ids, encode_prompt, prefill, token_ids
 from kvtool.model import LoadedModel
 
-ARMS = ("own", "transferred", "none")
+ARMS = ("own", "transferred", "wrong", "none")
 CHUNK = 128
 
 
@@ -29,8 +32,9 @@ class ArmResult:
     """One arm's scores.
 
     Attributes:
-        arm: "own" (the model's own prefill), "transferred" (the file's cache) or "none" (no cache).
+        arm: "own" (the model's prefill), "transferred" (the file's cache), "wrong" (another text's prefill) or "none" (no cache).
         nll: mean negative log-likelihood of the next token, nats.
+        nll_gap: what it is above that of `own`.
         kl: mean KL(own || arm), nats.
         kl_p99: its 99th percentile.
         top1: share of positions whose most likely token is that of `own`.
@@ -39,6 +43,7 @@ class ArmResult:
 
     arm: str
     nll: float
+    nll_gap: float
     kl: float
     kl_p99: float
     top1: float
@@ -52,6 +57,7 @@ class EvalReport:
     Attributes:
         path: the file; model: who scored it; codecs: what the file's codecs are, by id.
         quality: the file's own record of its lossy steps and their measured error, oldest first.
+        text: blake3 of the token ids that were fed and scored, as little-endian int64.
         prefix: tokens in the cache.
         n: positions scored.
         arms: one result an arm.
@@ -61,6 +67,7 @@ class EvalReport:
     model: str
     codecs: tuple[str, ...]
     quality: tuple[dict[str, Any], ...]
+    text: str
     prefix: int
     n: int
     arms: tuple[ArmResult, ...]
@@ -78,8 +85,11 @@ def evaluate(
     model: LoadedModel,
     text: str | Sequence[int],
     *,
-    arms: Sequence[str] = ARMS,
+    arms: Sequence[str] = ("own", "transferred", "none"),
     tokens: int = 256,
+    wrong: str | Sequence[int] | None = None,
+    mapping: Map | None = None,
+    recompute: str | None = None,
     allow_mismatch: bool = False,
     calibration: str | os.PathLike[str] | Calibration | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -90,12 +100,14 @@ def evaluate(
         source: a kvtool file with token ids (the own prefill needs them).
         model: the model that scores.
         text: what follows the cached prefix, as text or token ids; a text that begins with the prefix itself is scored from there on.
-        arms: some of "own", "transferred", "none"; "own" is always run, since the others are measured against it.
+        arms: some of "own", "transferred", "wrong", "none"; "own" is always run, since the others are measured against it.
         tokens: positions to score at most.
+        wrong: the text of "wrong", as long as the cached prefix at least; None is a shipped text.
+        mapping, recompute: how "transferred" gets there from another model's file, as in `load_across`; without either, as `load`.
         allow_mismatch, calibration: as in `load`.
         progress: called with (positions done, positions in all).
     Raises:
-        ValueError: an unknown arm, or fewer than two tokens of text.
+        ValueError: an unknown arm, fewer than two tokens of text, or a wrong text that is too short or the prefix itself.
         IncompatibleError: the file holds no token ids, or does not fit the model.
     """
     unknown = sorted(set(arms) - set(ARMS))
@@ -111,16 +123,22 @@ def evaluate(
         n = min(tokens, len(ids) - 1)
         if n < 1:
             raise ValueError(f"[evaluate] the text gives {len(ids)} tokens after the prefix; at least 2 are needed.")
+        others = _wrong(model, wrong, prefix) if "wrong" in arms else []
+        across = mapping is not None or recompute is not None
         caches: dict[str, list[Any]] = {}
         seconds: dict[str, float] = {}
         for arm in [a for a in ARMS if a == "own" or a in arms]:
             start = time.perf_counter()
-            caches[arm] = _cache(arm, archive, model, prefix, allow_mismatch)
+            if arm == "transferred" and across:
+                caches[arm] = load_across(archive.path, model, mapping=mapping, recompute=recompute, calibration=calibration).cache
+            else:
+                caches[arm] = _cache(arm, archive, model, others if arm == "wrong" else prefix, allow_mismatch)
             seconds[arm] = time.perf_counter() - start
         scores = score_caches(model, caches, ids, n, progress)
         codecs = tuple(dict.fromkeys(c.id for c in archive.manifest.codecs))
-        results = tuple(_result(arm, scores[arm], seconds[arm]) for arm in caches)
-        return EvalReport(archive.path, model.info.name, codecs, tuple(archive.manifest.quality), len(prefix), n, results)
+        results = tuple(_result(arm, scores[arm], seconds[arm], scores["own"]) for arm in caches)
+        digest = blake3(np.array(ids[: n + 1], "<i8").tobytes()).hexdigest()
+        return EvalReport(archive.path, model.info.name, codecs, tuple(archive.manifest.quality), digest, len(prefix), n, results)
     finally:
         if archive is not source:
             archive.close()
@@ -138,8 +156,21 @@ def continuation(model: LoadedModel, text: str | Sequence[int], prefix: Sequence
     return ids
 
 
+def _wrong(model: LoadedModel, text: str | Sequence[int] | None, prefix: Sequence[int]) -> list[int]:
+    """As many tokens of another text as the prefix has."""
+    if text is None:
+        joined = "\n\n".join(calibration_texts.texts().values())
+        text = joined[: 16 * len(prefix) + 1000]
+    ids = encode_prompt(model, text) if isinstance(text, str) else token_ids(text)
+    check_ids(model, ids)
+    if len(ids) < len(prefix) or ids[: len(prefix)] == list(prefix):
+        found = f"{len(ids)} tokens" if len(ids) < len(prefix) else "the prefix itself"
+        raise ValueError(f"[evaluate] wrong must be a text of at least {len(prefix)} tokens other than the prefix, but got {found}.")
+    return ids[: len(prefix)]
+
+
 def _cache(arm: str, archive: Archive, model: LoadedModel, prefix: Sequence[int], allow_mismatch: bool) -> list[Any]:
-    if arm == "own":
+    if arm in ("own", "wrong"):
         return prefill(model, prefix)
     if arm == "transferred":
         # Decoded: the error of the file is measured, not that of coding what comes after it.
@@ -174,10 +205,11 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def _result(arm: str, scores: dict[str, np.ndarray], seconds: float) -> ArmResult:
+def _result(arm: str, scores: dict[str, np.ndarray], seconds: float, own: dict[str, np.ndarray]) -> ArmResult:
     return ArmResult(
         arm=arm,
         nll=float(scores["nll"].mean()),
+        nll_gap=float((scores["nll"] - own["nll"]).mean()),
         kl=float(scores["kl"].mean()),
         kl_p99=float(np.quantile(scores["kl"], 0.99)),
         top1=float(scores["hit"].mean()),

@@ -27,7 +27,7 @@ def logp(model: LoadedModel, cache: list, tokens: list[int]) -> np.ndarray:
 def test_raw_file_scores_as_the_own_prefill(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     report = kvtool.evaluate(saved(model, tmp_path / "a.kv", PREFIX), model, ids(TEXT, 3))
-    own, transferred, none = (report.arm(name) for name in ARMS)
+    own, transferred, none = (report.arm(name) for name in ("own", "transferred", "none"))
     assert (own.kl, own.kl_p99, own.top1) == (0.0, 0.0, 1.0)
     assert (transferred.kl, transferred.kl_p99, transferred.top1, transferred.nll) == (0.0, 0.0, 1.0, own.nll)
     assert none.kl > 0.01 and none.top1 < 1.0
@@ -119,7 +119,7 @@ def test_arms(tmp_path: Path) -> None:
     model, path = tiny("llama"), tmp_path / "a.kv"
     saved(model, path, 8)
     for arms, expected in (
-        (ARMS, ["own", "transferred", "none"]),
+        (ARMS, ["own", "transferred", "wrong", "none"]),
         (("none", "transferred", "own"), ["own", "transferred", "none"]),
         (("none",), ["own", "none"]),
         ((), ["own"]),

@@ -6,12 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, note, quality_line, read_text
+from kvtool.cli._common import (
+    bar,
+    check_target,
+    dtype_option,
+    emit,
+    json_option,
+    map_option,
+    note,
+    quality_line,
+    read_text,
+    recompute_option,
+)
 
 if TYPE_CHECKING:
     from kvtool.sweeping import SweepReport
 
-FILE_ONLY = ("arms", "allow_mismatch")
+FILE_ONLY = ("arms", "wrong_file", "mapping", "recompute", "do_seal", "allow_mismatch")
 SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "passkeys", "plot_file", "chunk", "foreign_calibration")
 
 
@@ -25,7 +36,17 @@ SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "
     metavar="F",
     help="Text that follows the cached prompt (or begins with it); - is stdin. A sweep takes several, each read from its beginning.",
 )
-@click.option("--arms", default="own,transferred,none", show_default=True, metavar="LIST", help="Which arms to run; own is always run.")
+@click.option(
+    "--arms",
+    default="own,transferred,none",
+    show_default=True,
+    metavar="LIST",
+    help="Some of own, transferred, wrong, none; own is always run.",
+)
+@click.option("--wrong-text", "wrong_file", metavar="F", help="Text of the arm wrong, another document's cache; a shipped one by default.")
+@map_option
+@recompute_option
+@click.option("--seal", "do_seal", is_flag=True, help="Write the result into IN.kv, for import --require.")
 @click.option(
     "--n", "tokens", type=click.IntRange(1), metavar="N", help="Positions to score at most, a text; 256, or 896 of a streaming sweep."
 )
@@ -95,6 +116,10 @@ def command(
     model_name: str | None,
     text_files: tuple[str, ...],
     arms: str,
+    wrong_file: str | None,
+    mapping: str | None,
+    recompute: str | None,
+    do_seal: bool,
     tokens: int | None,
     allow_mismatch: bool,
     codecs: tuple[str, ...],
@@ -112,6 +137,7 @@ def command(
     \b
     Example:
       kvtool eval report.kv --model tiny-a --text rest.txt
+      kvtool eval report-b.kv --model tiny-b --text rest.txt --arms own,transferred,wrong,none --seal
       kvtool eval --model tiny-a --text rest.txt --codec rvq-4,mlx-4 --protocol streaming --window both --relative-to mlx-4
       kvtool eval --robustness --codec rvq-4,rabitq,fp8
     """
@@ -138,8 +164,13 @@ def command(
         return
     if len(text_files) > 1:
         raise click.UsageError("IN.kv is scored on one --text")
+    if do_seal and (mapping is not None or recompute is not None):
+        raise click.UsageError(
+            "--seal says what a file is worth as it is: write one with kvtool recode --map or --recompute, and seal that"
+        )
     from kvtool.evaluation import evaluate
     from kvtool.model import load_model
+    from kvtool.sealing import seal
 
     text = read_text(text_files[0])
     model = load_model(model_name, dtype=dtype)
@@ -151,6 +182,9 @@ def command(
             text,
             arms=chosen,
             tokens=tokens or 256,
+            wrong=None if wrong_file is None else read_text(wrong_file),
+            mapping=mapping,
+            recompute=recompute,
             allow_mismatch=allow_mismatch,
             calibration=calibration,
             progress=progress,
@@ -158,6 +192,7 @@ def command(
     lines = [
         f"{report.path} in {report.model}: {report.prefix} tokens cached ({', '.join(report.codecs)}), {report.n} scored",
         *(f"quality    {quality_line(step)}" for step in report.quality),
+        *([f"sealed     {seal(report, model.info)['note']}"] if do_seal else []),
         f"{'arm':<12} {'NLL':>8} {'KL(own||arm)':>13} {'KL p99':>9} {'top-1':>7} {'ready in':>9}",
     ]
     lines += [f"{a.arm:<12} {a.nll:8.4f} {a.kl:13.5f} {a.kl_p99:9.4f} {a.top1:7.4f} {a.seconds:7.2f} s" for a in report.arms]
@@ -186,7 +221,9 @@ def _only(given: set[str], names: Sequence[str], where: str) -> None:
     """Refuse options that mean nothing here."""
     wrong = sorted(given & set(names))
     if wrong:
-        option = "--" + {"tokens": "n"}.get(wrong[0], wrong[0].removesuffix("_file").removesuffix("_files").removesuffix("_name"))
+        option = "--" + {"tokens": "n", "mapping": "map", "do_seal": "seal", "wrong_file": "wrong-text"}.get(
+            wrong[0], wrong[0].removesuffix("_file").removesuffix("_files").removesuffix("_name")
+        )
         raise click.UsageError(f"{option.replace('_', '-')} goes with {where}")
 
 

@@ -63,6 +63,7 @@ def _finite(value: float) -> float:
 @click.option("--allow-mismatch", is_flag=True, help="Accept a file computed by other weights; shapes and RoPE must fit all the same.")
 @map_option
 @recompute_option
+@click.option("--require", "limits", metavar="LIMITS", help="Refuse (exit 7) unless sealed to be as good, such as kl=0.05,top1=0.9.")
 @calibration_option
 @dtype_option
 @json_option
@@ -79,6 +80,7 @@ def command(
     allow_mismatch: bool,
     mapping: str | None,
     recompute: str | None,
+    limits: str | None,
     calibration: str | None,
     dtype: str,
     as_json: bool,
@@ -99,6 +101,8 @@ def command(
     across = mapping is not None or recompute is not None
     if across and (target is not None or decode):
         raise click.UsageError("--map and --recompute go without --to and --decode; use kvtool recode first")
+    if across and limits is not None:
+        raise click.UsageError("--require goes by what is sealed in a file: write one with kvtool recode --map or --recompute, and seal it")
     if target is not None:
         check_target(target[1])
 
@@ -109,12 +113,16 @@ def command(
     from kvtool.foreign import write_mlx_lm
     from kvtool.loading import load
     from kvtool.model import load_model
+    from kvtool.sealing import parse_limits, require
 
     text = read_text(prompt_file) if prompt_file is not None else prompt
     model = load_model(model_name, dtype=dtype)
     suffix = [] if text is None else list(model.tokenizer.encode(text, add_special_tokens=False))
     check_ids(model, suffix)
+    demands = None if limits is None else parse_limits(limits)
     with open_archive(source, calibration=calibration) as archive:
+        if demands is not None:
+            require(source, archive.manifest, model.info, demands)
         if target is not None:
             probes = archive.check(model, allow_mismatch=allow_mismatch)
             casts: list[str] = []
