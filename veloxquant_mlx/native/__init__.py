@@ -6,6 +6,7 @@ than that of physical cores.
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def threads() -> int:
 
 
 def physical_cores() -> int:
-    """Cores that this process may run on, counted once where they run several threads."""
+    """Cores that this process may run on, counted once where they run several threads; no more than its cgroup's quota lets run at once."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     own = os.sched_getaffinity(0)
@@ -81,7 +82,37 @@ def physical_cores() -> int:
     for cpu in own:
         listed = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         siblings.add(listed.read_text() if listed.exists() else str(cpu))
-    return len(siblings)
+    return int(min(len(siblings), quota()))
+
+
+def quota(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> float:
+    """CPUs' worth of time that the control groups of this process (version 2, then 1) allow, inf where none limits it; at least 1.
+
+    Args:
+        root: where control groups are mounted.
+        groups: the list of this process's own.
+    """
+    lowest = math.inf
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root
+        # In a container the listed name may be the host's, and its own limits lie at the top.
+        for folder in (top, *(top / part for part in _prefixes(name))):
+            if controllers:
+                limits = [folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"]
+                words = [x.read_text().strip() for x in limits] if all(x.exists() for x in limits) else []
+            else:
+                words = (folder / "cpu.max").read_text().split() if (folder / "cpu.max").exists() else []
+            if len(words) == 2 and words[0] not in ("max", "-1"):
+                lowest = min(lowest, int(words[0]) / int(words[1]))
+    return max(1.0, lowest)
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = [part for part in name.split("/") if part not in ("", "..")]
+    return ["/".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def shared(x: mx.array | Mapped) -> np.ndarray:
@@ -139,7 +170,15 @@ def max_dim() -> int:
     return _native.MAX_DIM
 
 
-if _BUILT:
-    _native.set_threads(int(os.environ.get("KVTOOL_THREADS") or physical_cores()))
-    if os.environ.get("KVTOOL_SIMD") not in (None, "", "none"):
-        _native.set_level(os.environ["KVTOOL_SIMD"])
+def _from_environment() -> None:
+    """Use what KVTOOL_THREADS and KVTOOL_SIMD name."""
+    wanted, simd = os.environ.get("KVTOOL_THREADS", ""), os.environ.get("KVTOOL_SIMD", "")
+    if wanted and not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 4):
+        raise ValueError(f"[native] KVTOOL_THREADS must be 1 to 1024, but got {wanted}.")
+    if _BUILT:
+        _native.set_threads(int(wanted) if wanted else physical_cores())
+        if simd not in ("", "none"):
+            _native.set_level(simd)
+
+
+_from_environment()

@@ -16,6 +16,9 @@ std::vector<const Level*> levels() {
   if (two && wide) found.push_back(&avx512);
   if (two) found.push_back(&avx2);
 #endif
+#ifdef KVTOOL_ARM64
+  found.push_back(&neon);  // every such machine has it
+#endif
   found.push_back(&baseline);
   return found;
 }

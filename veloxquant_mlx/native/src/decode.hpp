@@ -98,6 +98,47 @@ struct Lookup {
   }
 };
 
+#elif defined(KVTOOL_USE_NEON)
+
+// A table of up to 32 floats is looked up as bytes. Four codes of an odd number of bits start at bit 0 or 4 of a byte.
+template <int BITS>
+struct Lookup {
+  uint8x16_t bytes[2];
+  int32x4_t shifts[2];
+  uint8x16x4_t table[2];
+  const float* values;
+
+  explicit Lookup(const float* values) : values(values) {
+    for (int phase = 0; phase < 2; phase++) {
+      uint8_t b[16];
+      int32_t s[4];
+      for (int i = 0; i < 4; i++) {
+        int at = i * BITS + 4 * phase;
+        b[4 * i] = at / 8, b[4 * i + 1] = at / 8 + 1, b[4 * i + 2] = b[4 * i + 3] = 0xff, s[i] = -(at % 8);
+      }
+      bytes[phase] = vld1q_u8(b), shifts[phase] = vld1q_s32(s);
+    }
+    if (!values) return;
+    for (int i = 0; i < (BITS == 5 ? 8 : 4); i++) table[i / 4].val[i % 4] = vreinterpretq_u8_f32(vld1q_f32(values + 4 * i));
+  }
+
+  template <bool TABLE>
+  V operator()(const uint8_t* codes, int phase = 0) const {
+    uint32x4_t at = vreinterpretq_u32_u8(vqtbl1q_u8(vld1q_u8(codes), bytes[phase]));
+    at = vandq_u32(vshlq_u32(at, shifts[phase]), vdupq_n_u32((1 << BITS) - 1));
+    if constexpr (!TABLE) return (V)vcvtq_f32_u32(at);
+    if constexpr (BITS > 5) return V{values[at[0]], values[at[1]], values[at[2]], values[at[3]]};
+    const uint8x16_t of = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100), at, 0x04040404));
+    uint8x16_t x;
+    if constexpr (BITS <= 2)
+      x = vqtbl1q_u8(table[0].val[0], of);
+    else
+      x = vqtbl4q_u8(table[0], of);
+    if constexpr (BITS == 5) x = vqtbx4q_u8(x, table[1], vsubq_u8(of, vdupq_n_u8(64)));
+    return (V)vreinterpretq_f32_u8(x);
+  }
+};
+
 #else
 
 template <int BITS>
@@ -138,10 +179,14 @@ void decode_codes(const Stage& stage, int head, int from, int count, int dim, bo
       if constexpr (W * BITS % 8 == 0) {
         x = lookup.template operator()<TABLE>(codes + i * BITS / 8);
       } else {
+#if defined(KVTOOL_USE_NEON)
+        x = lookup.template operator()<TABLE>(codes + i * BITS / 8, i / W % 2);
+#else
         for (int j = 0; j < W; j++) {
           int code = code_of(codes, BITS, i + j);
           x[j] = TABLE ? stage.table[code] : float(code);
         }
+#endif
       }
       store(out + i, add ? load(out + i) + x : x);
     }

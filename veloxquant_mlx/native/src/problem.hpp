@@ -72,5 +72,8 @@ extern const Level baseline;
 #ifdef KVTOOL_X86
 extern const Level avx2, avx512;
 #endif
+#ifdef KVTOOL_ARM64
+extern const Level neon;
+#endif
 
 }  // namespace kvtool

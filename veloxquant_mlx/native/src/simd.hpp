@@ -1,10 +1,12 @@
-// A vector of W floats, and the few operations of which GCC's and Clang's vector types know none. One source, three levels.
+// A vector of W floats, and the few operations of which GCC's and Clang's vector types know none. One source for every level.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(KVTOOL_USE_NEON)
+#include <arm_neon.h>
 #endif
 
 // Each level's functions are in a namespace of its own, beside its `Level`.
@@ -103,6 +105,23 @@ inline V hadamard(V v) {
   x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xB1));
   x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4E));
   x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 0x01));
+  return (V)x;
+}
+
+#elif defined(KVTOOL_USE_NEON)
+
+inline V load_bfloat(const uint16_t* at) { return (V)vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
+inline V load_half(const uint16_t* at) { return (V)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
+
+inline V sums(const V* x) {
+  const float32x4_t ab = vpaddq_f32((float32x4_t)x[0], (float32x4_t)x[1]), cd = vpaddq_f32((float32x4_t)x[2], (float32x4_t)x[3]);
+  return (V)vpaddq_f32(ab, cd);
+}
+
+inline V hadamard(V v) {
+  float32x4_t x = (float32x4_t)v;
+  x = vfmaq_f32(vrev64q_f32(x), x, (float32x4_t)V{1, -1, 1, -1});
+  x = vfmaq_f32(vextq_f32(x, x, 2), x, (float32x4_t)V{1, 1, -1, -1});
   return (V)x;
 }
 

@@ -1,0 +1,143 @@
+// Attention and decoding of problems from a file, without Python: run_problems LEVEL IN OUT.
+//
+// IN holds 64-bit integers and arrays, each after its size in bytes, in the order that `problem` reads them; OUT (H, R, D_v) results,
+// (H, R) log-sum-exps, then both sides' decoded rows, float32, problem after problem.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "pool.hpp"
+#include "problem.hpp"
+
+using namespace kvtool;
+
+namespace {
+
+const Level* const LEVELS[] = {
+#ifdef KVTOOL_X86
+    &avx512,
+    &avx2,
+#endif
+#ifdef KVTOOL_ARM64
+    &neon,
+#endif
+    &baseline,
+};
+
+class Input {
+ public:
+  explicit Input(const char* path) : file_(fopen(path, "rb")) {
+    if (!file_) perror(path), exit(2);
+  }
+  ~Input() { fclose(file_); }
+
+  bool more() {
+    const int c = fgetc(file_);
+    ungetc(c, file_);
+    return c != EOF;
+  }
+
+  int64_t number() {
+    int64_t value;
+    read(&value, sizeof value);
+    return value;
+  }
+
+  // Memory of just this size, so that a sanitizer sees any read beyond it; nullptr for an empty array.
+  template <class T>
+  const T* array() {
+    const int64_t size = number();
+    if (!size) return nullptr;
+    arrays_.push_back(Memory(malloc(size)));
+    read(arrays_.back().get(), size);
+    return static_cast<const T*>(arrays_.back().get());
+  }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { free(p); }
+  };
+  using Memory = std::unique_ptr<void, Free>;
+
+  void read(void* to, size_t size) {
+    if (fread(to, 1, size, file_) != size) fprintf(stderr, "input ends early\n"), exit(2);
+  }
+
+  FILE* file_;
+  std::vector<Memory> arrays_;
+};
+
+Rows rows_of(Input& in) {
+  Rows rows{};
+  rows.type = Type(in.number());
+  rows.heads = int(in.number()), rows.count = int(in.number()), rows.dim = int(in.number()), rows.stages = int(in.number());
+  const int64_t size = rows.type == Type::FLOAT32 ? 4 : 2;
+  rows.data = in.array<uint8_t>(), rows.row = rows.dim * size, rows.head = rows.count * rows.row;
+  for (int i = 0; i < rows.stages; i++) {
+    Stage& stage = rows.stage[i];
+    stage.bits = int(in.number());
+    stage.row = (rows.dim * stage.bits + 7) / 8, stage.head = rows.count * stage.row;
+    stage.codes = in.array<uint8_t>(), stage.end = stage.codes + rows.heads * stage.head;
+    stage.table = in.array<float>();
+  }
+  rows.scale = in.array<uint16_t>(), rows.mean = in.array<float>();
+  rows.group = int(in.number()), rows.by_token = in.number() != 0;
+  rows.step = in.array<uint16_t>(), rows.zero = in.array<uint16_t>();
+  rows.odd = int(in.number());
+  rows.signs = in.array<float>(), rows.hartley = in.array<float>();
+  return rows;
+}
+
+float* aligned(std::vector<float>& memory, size_t size) {
+  memory.resize(size + 16);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+}
+
+void put(FILE* to, const std::vector<float>& x) {
+  if (fwrite(x.data(), sizeof(float), x.size(), to) != x.size()) perror("output"), exit(2);
+}
+
+void decoded(const Level& level, const Rows& rows, FILE* to) {
+  std::vector<float> out(size_t(rows.heads) * rows.count * rows.dim);
+  for (int head = 0; head < rows.heads; head++) level.decode(rows, head, 0, rows.count, out.data() + int64_t(head) * rows.count * rows.dim);
+  put(to, out);
+}
+
+void problem(const Level& level, Pool& pool, Input& in, FILE* to) {
+  Problem p{};
+  p.keys = rows_of(in), p.values = rows_of(in);
+  p.count = p.keys.count, p.rows = int(in.number());
+  p.q = in.array<float>(), p.first = in.array<int32_t>(), p.stop = in.array<int32_t>();
+  p.rope_first = int(in.number()), p.half = int(in.number()), p.angles = in.array<float>();
+  p.padded_rows = p.rows < 3 ? p.rows : (p.rows + 3) / 4 * 4;
+  p.dim = (p.keys.dim + 15) / 16 * 16, p.dim_v = (p.values.dim + 15) / 16 * 16;
+  p.chunk = 64, p.chunks = (p.count + p.chunk - 1) / p.chunk;
+  const int heads = p.keys.heads;
+  const size_t every = size_t(heads) * p.padded_rows, scratch = size_t(p.padded_rows) * TILE;
+  std::vector<float> a, b, c, d, e, out(size_t(heads) * p.rows * p.values.dim), lse(size_t(heads) * p.rows);
+  p.turned = aligned(a, every * p.dim), p.by_mean = aligned(b, every), p.out = out.data(), p.lse = lse.data();
+  p.sums = aligned(c, every * p.chunks * p.dim_v), p.states = aligned(d, every * p.chunks * 3);
+  float* scratches = aligned(e, scratch * pool.threads());
+  for (int head = 0; head < heads; head++) level.prepare(p, head);
+  pool.run(heads * p.chunks, [&](int i, int thread) { level.attend(p, i % heads, i / heads, scratches + scratch * thread); });
+  for (int head = 0; head < heads; head++) level.finish(p, head);
+  put(to, out), put(to, lse);
+  decoded(level, p.keys, to), decoded(level, p.values, to);
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  for (const Level* level : LEVELS) {
+    if (strcmp(level->name, arguments[1])) continue;
+    Input in(arguments[2]);
+    FILE* to = fopen(arguments[3], "wb");
+    if (!to) return perror(arguments[3]), 2;
+    Pool pool(3);
+    while (in.more()) problem(*level, pool, in, to);
+    return fclose(to) ? 2 : 0;
+  }
+  fprintf(stderr, "no level %s\n", arguments[1]);
+  return 2;
+}

@@ -1,0 +1,155 @@
+"""Problems of attention for `native/run_problems.cpp`: blocks of rows as that program reads them, and the program built for a machine.
+
+Nothing here needs the extension: a `Recorder` stands where its `Stored` would.
+"""
+
+import struct
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.test_coded import assert_close, bias_of, queries, rows_of_block, stacked
+from veloxquant_mlx import native
+from veloxquant_mlx.caches.blocks import Block, _angles, half_split
+from veloxquant_mlx.caches.visibility import Visibility
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "veloxquant_mlx" / "native" / "src"
+SIMD = {
+    "baseline": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
+    "neon": ["-DKVTOOL_USE_NEON"],
+}
+# GCC notes a change of its vectors' calling convention in a build that calls none, and doubts its own headers.
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
+
+
+def build(folder: Path, compiler: str, machine: str, levels: Sequence[str], *options: str) -> Path:
+    """The program for a machine ("X86" or "ARM64"), every warning an error."""
+    gcc = [] if "clang" in compiler else ["-Wno-maybe-uninitialized"]
+    common = [compiler, "-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", *WARNINGS, *gcc, *options, f"-DKVTOOL_{machine}"]
+    common.append(f"-I{SRC}")
+    objects = []
+    for level in levels:
+        for source in sorted(SRC.glob("*.cpp")):
+            if source.stem != "pool" and not source.stem.startswith("bind"):
+                objects.append(folder / f"{source.stem}-{level}.o")
+                command = [*common, *SIMD[level], f"-DKVTOOL_LEVEL={level}", "-c", str(source), "-o", str(objects[-1])]
+                subprocess.run(command, check=True)
+    program = folder / "run_problems"
+    parts = [str(ROOT / "tests" / "native" / "run_problems.cpp"), str(SRC / "pool.cpp"), *map(str, objects)]
+    subprocess.run([*common, *parts, "-pthread", "-o", str(program)], check=True)
+    return program
+
+
+def array(x: np.ndarray | None) -> bytes:
+    return struct.pack("<q", 0) if x is None else struct.pack("<q", x.nbytes) + np.ascontiguousarray(x).tobytes()
+
+
+def numbers(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}q", *values)
+
+
+@dataclass
+class Recorder:
+    """What `_native.Stored` is told."""
+
+    shape: tuple[int, int, int]
+    type: int = 3
+    data: np.ndarray | None = None
+    stages: list[bytes] = field(default_factory=list)
+    sides: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    grid: tuple[Any, ...] = (None, None, 1, False)
+    turn: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+
+    def floats(self, data: np.ndarray, bfloat: bool) -> None:
+        self.data, self.type = data, 2 if bfloat else {"float32": 0, "float16": 1}[str(data.dtype)]
+
+    def codes(self, codes: np.ndarray, bits: int, table: list[float] | None) -> None:
+        values = None if table is None else np.resize(np.array(table, np.float32), max(16, len(table)))
+        self.stages.append(numbers(bits) + array(codes) + array(values))
+
+    def scale(self, scale: np.ndarray) -> None:
+        self.sides = scale, self.sides[1]
+
+    def mean(self, mean: np.ndarray) -> None:
+        self.sides = self.sides[0], mean
+
+    def affine(self, *grid: Any) -> None:
+        self.grid = grid
+
+    def rotation(self, signs: np.ndarray, hartley: np.ndarray) -> None:
+        self.turn = signs, hartley
+
+    def written(self) -> bytes:
+        step, zero, group, by_token = self.grid
+        odd = 1 if self.turn[1] is None else len(self.turn[1])
+        start = numbers(self.type, *self.shape, len(self.stages)) + array(self.data) + b"".join(self.stages)
+        grid = numbers(group, by_token) + array(step) + array(zero)
+        return start + b"".join(map(array, self.sides)) + grid + numbers(odd) + b"".join(map(array, self.turn))
+
+
+@dataclass
+class Case:
+    """A causal problem of `count` queries of 3 heads to each of 2 KV heads."""
+
+    block: Block
+    count: int
+
+    def written(self) -> bytes:
+        block, rope = self.block, self.block.k.rope
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "stored", Recorder)
+            patch.setattr(native, "max_dim", lambda: 512)
+            sides = [coded.reader.stored.written() for coded in (block.k, block.v)]
+        q, angles = self.q(), None
+        if rope is not None:
+            q, angles = half_split(q, rope), np.array(_angles(rope, block.first, block.stop))
+        bounds = Visibility.of("causal", 6, 2, self.count, block.count).bounds(0, block.count)
+        assert bounds is not None
+        half = 0 if angles is None else angles.shape[1] // 2
+        seen = b"".join(array(x.astype(np.int32)) for x in bounds)
+        first = 0 if rope is None else rope.first
+        return b"".join(sides) + numbers(q.shape[1]) + array(np.array(q)) + seen + numbers(first, half) + array(angles)
+
+    def q(self) -> mx.array:
+        return stacked(queries(self.count, dim=self.block.k.shape[2]), 2)
+
+    def check(self, take: Callable[[int], np.ndarray]) -> None:
+        """Compare results with float64 attention, and decoded rows with the codecs' own."""
+        block, count, dim = self.block, self.count, self.block.v.shape[2]
+        out, lse = take(6 * count * dim).reshape(6, count, dim), take(6 * count).reshape(6, count)
+        with native.without():
+            plain = [np.array(x) for x in block.rows()]
+        _, bias = bias_of("causal", count, block.count, 0)
+        assert_close(mx.array(out), mx.array(lse), queries(count, dim=block.k.shape[2]), rows_of_block(block), plain, bias)
+        for coded in (block.k, block.v):
+            wanted = np.array(coded.codec.decode(coded.parts, coded.shape, mx.float32))
+            found = take(wanted.size).reshape(wanted.shape)
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+
+
+def run(folder: Path, cases: Sequence[Case], level: str, command: Sequence[str]) -> np.ndarray:
+    """Results of all cases, checked."""
+    given, result = folder / "in", folder / f"out-{level}"
+    given.write_bytes(b"".join(case.written() for case in cases))
+    done = subprocess.run([*command, level, str(given), str(result)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found, at = np.fromfile(result, np.float32), 0
+
+    def take(size: int) -> np.ndarray:
+        nonlocal at
+        at += size
+        return found[at - size : at]
+
+    for case in cases:
+        case.check(take)
+    assert at == len(found)
+    return found

@@ -1,0 +1,54 @@
+"""The C++ of the native back end without Python: NEON under an emulator, and the levels of x86 under the sanitizers."""
+
+import platform
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.native_problems import Case, build, run
+from tests.test_native import SPECS, made
+
+X86 = platform.machine() in ("x86_64", "AMD64")
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+NATIVE_ARM = platform.machine() in ("aarch64", "arm64")
+
+needs_arm = pytest.mark.skipif(
+    not NATIVE_ARM and not (shutil.which(CROSS) and shutil.which(EMULATOR)),
+    reason=f"no {CROSS} and {EMULATOR} (Debian: g++-aarch64-linux-gnu, qemu-user)",
+)
+
+
+def compiler_of_this_machine() -> str | None:
+    return next((name for name in ("g++", "clang++-19", "clang++", "c++") if shutil.which(name)), None)
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """Every codec, head sizes with and without an odd factor, each kind of rotation, blocks of 1, 2 and 4 queries."""
+    dims, ropes = (64, 80, 96, 128), ("none", "half", "partial")
+    return [Case(made(spec, dims[i % 4], ropes[i % 3], 90), (1, 3)[i % 2]) for i, spec in enumerate(SPECS)]
+
+
+@needs_arm
+def test_neon(cases: list[Case], tmp_path: Path) -> None:
+    """NEON is right, and what its baseline gives but for rounding."""
+    compiler = (compiler_of_this_machine() or "c++") if NATIVE_ARM else CROSS
+    program = build(tmp_path, compiler, "ARM64", ["neon", "baseline"], *([] if NATIVE_ARM else ["-static"]))
+    command = [str(program)] if NATIVE_ARM else [EMULATOR, str(program)]
+    neon, baseline = (run(tmp_path, cases, level, command) for level in ("neon", "baseline"))
+    np.testing.assert_allclose(neon, baseline, rtol=0, atol=1e-5 * np.abs(baseline[np.isfinite(baseline)]).max())
+
+
+@pytest.mark.skipif(not X86, reason="the levels of x86")
+@pytest.mark.parametrize("compiler", ["g++", "clang++-19"])
+def test_sanitizers(cases: list[Case], compiler: str, tmp_path: Path) -> None:
+    """No read beyond an array, no undefined behaviour, no warning."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    levels = ["baseline", *(["avx2"] if "avx2" in flags else []), *(["avx512"] if "avx512dq" in flags and "avx512vl" in flags else [])]
+    program = build(tmp_path, compiler, "X86", ["baseline", "avx2", "avx512"], "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    for level in levels:
+        run(tmp_path, cases, level, [str(program)])
