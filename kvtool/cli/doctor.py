@@ -12,6 +12,10 @@ from kvtool.blas import find_openblas, loaded_openblas
 from kvtool.cli._common import emit, json_option
 
 PACKAGES = ("kvtool", "mlx", "mlx-lm", "numpy", "safetensors", "zstandard", "blake3", "click")
+NOT_BUILT = (
+    "the native back end was not built: install a C++17 compiler (Debian: apt-get install g++; macOS: xcode-select --install), then kvtool "
+    "again with pip install --force-reinstall --no-deps -v, which shows why a build fails; attention on the CPU is then faster"
+)
 
 
 @click.command("doctor")
@@ -29,6 +33,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
         f"machine    {report['machine']}",
         f"python     {report['python']}",
         f"back end   {report['backend']}",
+        f"native     {_native_line(report['native'])}",
         f"BLAS       {report['blas']}",
         f"dtype      models run in {report['dtype']} here unless --dtype says otherwise",
         "packages   " + ", ".join(f"{name} {found or 'missing'}" for name, found in report["packages"].items()),
@@ -46,6 +51,7 @@ def examine() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "packages": packages,
         "backend": "none",
+        "native": None,
         "blas": "not used",
         "dtype": "their stored dtype",
         "advice": [],
@@ -65,18 +71,22 @@ def examine() -> dict[str, Any]:
     from veloxquant_mlx import native
 
     report["dtype"] = default_dtype() or report["dtype"]
+    report["native"] = {
+        "built": native.built(),
+        "in_use": native.available() and mx.default_device() == mx.cpu,
+        "level": native.level() if native.built() else None,
+        "levels": native.levels(),
+        "threads": native.threads() if native.built() else None,
+    }
+    # It attends on a CPU alone: a GPU's user misses nothing without it.
+    if not native.built() and mx.default_device() == mx.cpu:
+        report["advice"].append(NOT_BUILT)
     if mx.metal.is_available():
         report["backend"] = "Metal"
     elif mx.cuda.is_available():
         report["backend"] = "CUDA"
     else:
-        report["backend"] = (
-            f"CPU (native attention, {native.level()}, threads {native.threads()})" if native.available() else "CPU (pure MLX)"
-        )
-        if not native.built():
-            report["advice"].append(
-                "the native back end was not built: install a C++17 compiler, then kvtool again; attention is then faster"
-            )
+        report["backend"] = f"CPU ({'native attention' if native.available() else 'pure MLX'})"
         report["blas"] = loaded_openblas() or "MLX's reference BLAS"
         if loaded_openblas() is None:
             found = find_openblas()
@@ -86,6 +96,15 @@ def examine() -> dict[str, Any]:
                 else "install OpenBLAS (Debian: apt-get install libopenblas0-pthread): float32 models then run about 15 times faster"
             )
     return report
+
+
+def _native_line(native: dict[str, Any] | None) -> str:
+    if native is None:
+        return "unknown without MLX"
+    if not native["built"]:
+        return "not built"
+    found = f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}"
+    return found if native["in_use"] else f"built, not in use ({found})"
 
 
 def _version(name: str) -> str | None:

@@ -146,7 +146,7 @@ std::pair<Out3, Out2> attend(
   float* scratches = aligned(e, scratch * threads->threads());
   const Level& now = level();
   {
-    nb::gil_scoped_release release;
+    const WithoutGil free;
     for (int head = 0; head < heads; head++) now.prepare(p, head);
     // Heads of one chunk lie beside each other, for they share its angles.
     threads->run(heads * p.chunks, [&](int i, int thread) { now.attend(p, i % heads, i / heads, scratches + scratch * thread); });
@@ -163,7 +163,7 @@ Out3 decode(const Stored& stored, int from, int count) {
   const Level& now = level();
   const std::shared_ptr<Pool> threads = the_pool();
   const int chunk = CHUNK, chunks = (count + chunk - 1) / chunk;
-  nb::gil_scoped_release release;
+  const WithoutGil free;
   threads->run(rows.heads * chunks, [&](int i, int) {
     const int head = i / chunks, start = i % chunks * chunk;
     now.decode(rows, head, from + start, std::min(chunk, count - start), out + (int64_t(head) * count + start) * rows.dim);

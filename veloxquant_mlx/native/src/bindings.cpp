@@ -1,5 +1,9 @@
 // The module: the SIMD level and the threads in use, and what the other files bind.
+#include <pthread.h>
 #include <unistd.h>
+
+#include <atomic>
+#include <thread>
 
 #include "bindings.hpp"
 
@@ -34,6 +38,16 @@ void forget_parents_pool() {
   if (pool && pool_owner != getpid()) new std::shared_ptr<Pool>(std::move(pool));
 }
 
+std::atomic<int> within{0};  // changed by who holds the GIL
+std::atomic<bool> ending{false};
+std::thread::id last;  // who ends the interpreter may still call, from what else is registered for its end
+
+void wait_for_those_within() {
+  last = std::this_thread::get_id(), ending = true;
+  nb::gil_scoped_release release;
+  while (within > 0) std::this_thread::yield();
+}
+
 void set_level(const std::string& name) {
   std::string known;
   for (const Level* one : levels()) {
@@ -56,6 +70,18 @@ void set_threads(int threads) {
 
 }  // namespace
 
+WithoutGil::WithoutGil() {
+  const bool late = ending && std::this_thread::get_id() != last;
+  if (!late) within++;
+  state_ = PyEval_SaveThread();
+  while (late) pause();
+}
+
+WithoutGil::~WithoutGil() {
+  PyEval_RestoreThread(state_);
+  within--;
+}
+
 const Level& level() { return *current; }
 
 std::shared_ptr<Pool> the_pool() {
@@ -70,6 +96,9 @@ std::shared_ptr<Pool> the_pool() {
 NB_MODULE(_native, m) {
   using namespace kvtool;
   m.attr("MAX_DIM") = MAX_DIM;
+  // A forked child has none of its parent's other threads.
+  pthread_atfork(nullptr, nullptr, [] { within = 0; });
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&wait_for_those_within));
   bind_attend(m);
   m.def("levels", [] {
     std::vector<std::string> names;

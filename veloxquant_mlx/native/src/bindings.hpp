@@ -58,6 +58,19 @@ Array owned(float* data, std::initializer_list<size_t> sizes) {
   return Array(data, sizes, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<float*>(p); }));
 }
 
+// The GIL is another's within. A thread that takes it back from an interpreter that ends is unwound through frames that must not be, which
+// aborts the process: so the end waits for those within, and whoever comes later stays here.
+class WithoutGil {
+ public:
+  WithoutGil();
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 const Level& level();           // in use
 std::shared_ptr<Pool> the_pool();
 
