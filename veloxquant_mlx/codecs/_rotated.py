@@ -35,6 +35,7 @@ from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, LARGEST, SMALLEST, 
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs._rotation import factors, rotate, unrotate
+from veloxquant_mlx.native import encoding
 
 ScaleKind = Literal["norm", "ls", "unbiased"]
 
@@ -125,7 +126,7 @@ class RotatedCodec(Codec):
         return parts
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
-        return encode_centred(self, x, self.center, self._encode_block)
+        return self._encode_native(x) or encode_centred(self, x, self.center, self._encode_block)
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         parts = self._checked_parts(parts, self.layout(shape, dtype))
@@ -139,6 +140,25 @@ class RotatedCodec(Codec):
 
     def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         return _RotatedReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
+
+    def _encode_native(self, x: mx.array) -> dict[str, mx.array] | None:
+        """The parts by the native back end, or None where it is not the one to ask."""
+        self._check_input(x)
+        if not encoding.takes(x):
+            return None
+        mean = encoding.mean_over_tokens(x) if self.center else None
+        stages = [(boundaries(codebook), codebook) for codebook in self.codebooks]
+        turned = factors(x.shape[2], self.seed)
+        found = encoding.rotated(x, stages, self.ties_up, self.scale, mean, turned, self._grid_steps())
+        if found is None:
+            self._check_finite(x)
+            raise AssertionError("values that are not finite were found finite")
+        parts = dict(zip(self.code_parts, found[0], strict=True)) | {"scale": found[1]}
+        return parts if mean is None else parts | {"mean": mean}
+
+    def _grid_steps(self) -> tuple[float, ...]:
+        """Steps of the grids that are tried for each row; none where the table is used as it is."""
+        return ()
 
     def _encode_block(self, x: mx.array, mean: mx.array | None) -> dict[str, mx.array]:
         dim = x.shape[-1]

@@ -51,6 +51,7 @@ from veloxquant_mlx.codecs._base import (
 )
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
+from veloxquant_mlx.native import encoding
 
 Per = Literal["channel", "token"]
 DEFAULT_GROUP = 32
@@ -133,6 +134,10 @@ class Affine(Codec):
         self._check_input(x)
         if x.size == 0:
             return {part: mx.zeros(shape, DTYPES[dtype]) for part, (dtype, shape) in self.layout(x.shape, x.dtype).items()}
+        if encoding.takes(x):
+            found = encoding.affine(x, self.bits, self.group, self.per == "token")
+            if found is not None:
+                return dict(zip(("codes", "scale", "zero"), found, strict=True))
         self._check_finite(x)
         blocks = []
         for tokens in token_blocks(x.shape, self.tokens_together):

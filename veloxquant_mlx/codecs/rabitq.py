@@ -90,6 +90,10 @@ class Rabitq(RotatedCodec):
     def default_frame(self, role: RoleName) -> Frame:
         return "pre" if role == "k" else "post"
 
+    def _grid_steps(self) -> tuple[float, ...]:
+        levels = len(self.codebooks[0])
+        return () if levels == 2 else tuple(map(float, _steps(levels)))
+
     def _nearest(self, y: mx.array, codebook: Codebook) -> mx.array:
         if len(codebook) == 2:
             return super()._nearest(y, codebook)
@@ -115,10 +119,8 @@ def _rescale(y: mx.array, levels: int) -> mx.array:
     """t of each row, (..., 1) float32: the best of the candidates by cosine, improved once."""
     largest = mx.max(mx.abs(y), axis=-1, keepdims=True)
     fitting = (levels - 1) / mx.where(largest > 0, largest, 1.0)  # the largest value on the last point
-    # The step of the best grid, in steps of the fitting one: Gaussian rows want 0.5 to 0.6 at 2 bits, 0.8 to 1 at 8.
-    steps = np.geomspace(1.1, min(0.8, 0.15 + 0.1 * (levels.bit_length() - 1)), CANDIDATES)
     best, t = None, None
-    for step in steps:
+    for step in _steps(levels):
         candidate = fitting / float(step)
         cosine, _ = _cosine(y, candidate, levels)
         better = None if best is None else cosine > best
@@ -127,6 +129,11 @@ def _rescale(y: mx.array, levels: int) -> mx.array:
     _, slope = _cosine(y, t, levels)
     cosine, _ = _cosine(y, slope, levels)
     return mx.where(cosine > best, slope, t)
+
+
+def _steps(levels: int) -> np.ndarray:
+    """The step of the best grid, in steps of the fitting one: Gaussian rows want 0.5 to 0.6 at 2 bits, 0.8 to 1 at 8."""
+    return np.geomspace(1.1, min(0.8, 0.15 + 0.1 * (levels.bit_length() - 1)), CANDIDATES)
 
 
 def _cosine(y: mx.array, t: mx.array, levels: int) -> tuple[mx.array, mx.array]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -43,6 +44,11 @@ def without() -> Iterator[None]:
         yield
     finally:
         _off.reset(token)
+
+
+def extension() -> Any:
+    """The compiled module."""
+    return _native
 
 
 def levels() -> list[str]:

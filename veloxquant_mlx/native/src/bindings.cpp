@@ -100,6 +100,7 @@ NB_MODULE(_native, m) {
   pthread_atfork(nullptr, nullptr, [] { within = 0; });
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&wait_for_those_within));
   bind_attend(m);
+  bind_encode(m);
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Level* one : levels()) names.emplace_back(one->name);

@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -75,5 +76,6 @@ const Level& level();           // in use
 std::shared_ptr<Pool> the_pool();
 
 void bind_attend(nb::module_& m);
+void bind_encode(nb::module_& m);
 
 }  // namespace kvtool

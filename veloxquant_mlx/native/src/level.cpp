@@ -261,7 +261,10 @@ void decode(const Rows& rows, int head, int from, int count, float* out) {
 
 #define KVTOOL_STRING(x) #x
 #define KVTOOL_NAME(x) KVTOOL_STRING(x)
+#define KVTOOL_ENCODER_(x) x##_encoder
+#define KVTOOL_ENCODER(x) KVTOOL_ENCODER_(x)
+extern const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL);
 const Level KVTOOL_LEVEL = {
-    KVTOOL_NAME(KVTOOL_LEVEL), KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend, KVTOOL_INSIDE::finish, KVTOOL_INSIDE::decode};
+    KVTOOL_NAME(KVTOOL_LEVEL), &KVTOOL_ENCODER(KVTOOL_LEVEL), KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend, KVTOOL_INSIDE::finish, KVTOOL_INSIDE::decode};
 
 }  // namespace kvtool

@@ -60,8 +60,11 @@ struct Problem {
   float* lse;         // (H, R)
 };
 
+struct Encoder;
+
 struct Level {
   const char* name;
+  const Encoder* encoder;
   void (*prepare)(const Problem&, int head);
   void (*attend)(const Problem&, int head, int chunk, float* scratch);  // scratch: padded_rows TILE
   void (*finish)(const Problem&, int head);

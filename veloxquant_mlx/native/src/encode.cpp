@@ -1,0 +1,374 @@
+// Rows of floats to codes, each row read once, at one SIMD level; compiled once for each.
+//
+// Sums are taken in 16 lanes whatever the width of a vector, and no product is contracted with a sum (CMakeLists.txt): every level and
+// every number of threads gives the same bytes.
+#include "coding.hpp"
+#include "decode.hpp"
+#include "problem.hpp"
+#include "simd.hpp"
+
+namespace kvtool {
+namespace KVTOOL_INSIDE {
+namespace {
+
+constexpr float LARGEST = 1e36f;         // beyond it a float32 sum over a row could overflow
+constexpr float SMALLEST = 0x1p-120f;    // below it a row's values, or a group's step, count as zero
+constexpr float ROUNDING = 12582912.0f;  // adding it rounds to an integer, halves to even
+constexpr int LANES = 16 / W;
+
+inline int padded(int dim) { return (dim + 15) / 16 * 16; }
+inline V absolute(V x) { return x < 0 ? -x : x; }
+inline V larger(V a, V b) { return a > b ? a : b; }
+inline V smaller(V a, V b) { return a < b ? a : b; }
+
+inline uint16_t to_bfloat(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The nearest bfloat16 not above x, or not below it.
+inline uint16_t outward(float x, bool up) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const bool further = (bits & 0xffff) && (bits >> 31) == (up ? 0u : 1u);
+  return uint16_t((bits >> 16) + further);
+}
+
+struct Sum {
+  V lanes[LANES] = {};
+  void add(int i, V x) { lanes[i / W % LANES] += x; }
+  float total() const {
+    float x[16];
+    for (int i = 0; i < LANES; i++) store(x + i * W, lanes[i]);
+    for (int half = 8; half; half /= 2)
+      for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+  }
+};
+
+// A row of floats, padded with zeros to a multiple of 16.
+void read_row(const Input& in, int head, int64_t at, float* out) {
+  const uint8_t* row = in.data + head * in.head + at * in.row;
+  const float* floats = reinterpret_cast<const float*>(row);
+  const uint16_t* words = reinterpret_cast<const uint16_t*>(row);
+  const int whole = in.dim / W * W, width = padded(in.dim);
+  int i = 0;
+  if (in.type == Type::FLOAT32) {
+    for (; i < whole; i += W) store(out + i, load(floats + i));
+    for (; i < in.dim; i++) out[i] = floats[i];
+  } else if (in.type == Type::FLOAT16) {
+    for (; i < whole; i += W) store(out + i, load_half(words + i));
+    for (; i < in.dim; i++) out[i] = half(words[i]);
+  } else {
+    for (; i < whole; i += W) store(out + i, load_bfloat(words + i));
+    for (; i < in.dim; i++) out[i] = bfloat(words[i]);
+  }
+  for (; i < width; i++) out[i] = 0;
+}
+
+float largest_of(const float* x, int width) {
+  V top{};
+  for (int i = 0; i < width; i += W) top = larger(absolute(load(x + i)), top);
+  float largest = 0;
+  for (int i = 0; i < W; i++) largest = top[i] > largest ? top[i] : largest;
+  return largest;
+}
+
+bool sound(const float* x, int width) {
+  VI bad{};
+  for (int i = 0; i < width; i += W) {
+    const VI fits = absolute(load(x + i)) <= LARGEST;  // a NaN fails any comparison
+    bad |= ~fits;
+  }
+  int any = 0;
+  for (int i = 0; i < W; i++) any |= bad[i];
+  return !any;
+}
+
+// Codes of a row, one a byte, to neighbouring codes of b bits; the bytes past dim are 0.
+void pack(const uint8_t* codes, int dim, int bits, uint8_t* out) {
+  const int bytes = (dim * bits + 7) / 8;
+  if (bits == 8) {
+    memcpy(out, codes, dim);
+    return;
+  }
+  uint8_t whole[MAX_DIM + 16];
+  for (int i = 0, at = 0; i < dim; i += 8, at += bits) {
+    uint64_t word;
+    memcpy(&word, codes + i, 8);
+    // Lanes of 8, 16 and 32 bits are merged in pairs.
+    word = (word & 0x00ff00ff00ff00ffull) | (word >> 8 & 0x00ff00ff00ff00ffull) << bits;
+    word = (word & 0x0000ffff0000ffffull) | (word >> 16 & 0x0000ffff0000ffffull) << 2 * bits;
+    word = (word & 0x00000000ffffffffull) | (word >> 32) << 4 * bits;
+    memcpy(whole + at, &word, 8);
+  }
+  memcpy(out, whole, bytes);
+}
+
+// Index of each value's cell: how many boundaries lie below it.
+template <bool UP>
+void nearest(const float* y, int width, const float* boundaries, int levels, uint8_t* codes) {
+  for (int i = 0; i < width; i += W) {
+    const V value = load(y + i);
+    VI index{};
+    if (levels <= 16) {
+      for (int b = 0; b < levels - 1; b++) {
+        const VI above = UP ? value >= boundaries[b] : value > boundaries[b];  // -1 where true
+        index -= above;
+      }
+    } else {
+      for (int j = 0; j < W; j++) {
+        int at = 0;
+        for (int step = levels / 2; step; step /= 2) {
+          const float boundary = boundaries[at + step - 1];
+          at += (UP ? value[j] >= boundary : value[j] > boundary) ? step : 0;
+        }
+        index[j] = at;
+      }
+    }
+    for (int j = 0; j < W; j++) codes[i + j] = uint8_t(index[j]);
+  }
+}
+
+// q of codes, or what it adds; 0 past dim.
+void codewords(const uint8_t* codes, int dim, int width, const float* table, float* q) {
+  for (int i = 0; i < width; i++) q[i] = table[codes[i]];
+  for (int i = dim; i < width; i++) q[i] = 0;
+}
+
+float dot(const float* a, const float* b, int width) {
+  Sum sum;
+  for (int i = 0; i < width; i += W) sum.add(i, load(a + i) * load(b + i));
+  return sum.total();
+}
+
+// u of each value, the nearest point of the grid 2 u - (levels - 1) to t y, upwards where two are.
+void grid_codes(const float* y, int width, float t, int levels, float* u) {
+  const V half_t = all(t / 2), middle = all(float(levels) / 2), top = all(float(levels - 1));
+  for (int i = 0; i < width; i += W) {
+    V x = smaller(larger(load(y + i) * half_t + middle, V{}), top + 1);  // in a range where ROUNDING works
+    V down = (x + ROUNDING) - ROUNDING;
+    down = down > x ? down - 1 : down;
+    store(u + i, smaller(down, top));
+  }
+}
+
+struct Fit {
+  float cosine, slope;
+};
+
+// <y, q>^2 / <q, q> of a row's codes at t, and the t whose grid fits those codes best.
+Fit fit(const float* y, int dim, int width, float t, int levels, float* q) {
+  grid_codes(y, width, t, levels, q);
+  const V top = all(float(levels - 1));
+  for (int i = 0; i < width; i += W) store(q + i, load(q + i) * 2 - top);
+  for (int i = dim; i < width; i++) q[i] = 0;
+  const float yq = dot(y, q, width), qq = dot(q, q, width);
+  return {yq * yq / qq, yq > 0 ? qq / yq : t};
+}
+
+float best_grid(const RotatedCoding& c, const float* y, int dim, int width, int levels) {
+  float q[MAX_DIM + 16];
+  const float largest = largest_of(y, width), fitting = float(levels - 1) / (largest > 0 ? largest : 1);
+  float best = 0, t = 0;
+  for (int i = 0; i < c.candidates; i++) {
+    const float candidate = fitting / c.steps[i];
+    const float cosine = fit(y, dim, width, candidate, levels, q).cosine;
+    if (i == 0 || cosine > best) best = cosine, t = candidate;
+  }
+  const float slope = fit(y, dim, width, t, levels, q).slope;
+  return fit(y, dim, width, slope, levels, q).cosine > best ? slope : t;
+}
+
+bool rotated(const RotatedCoding& c, int head, int from, int count) {
+  const int dim = c.input.dim, width = padded(dim);
+  alignas(64) float x[MAX_DIM + 16], y[MAX_DIM + 16], q[MAX_DIM + 16], more[MAX_DIM + 16], mean[MAX_DIM + 16];
+  alignas(64) uint8_t codes[MAX_DIM + 16];
+  bool fine = true;
+  Rows shape{};
+  shape.dim = dim, shape.odd = c.odd, shape.hartley = c.hartley;
+  if (c.mean) {
+    for (int i = 0; i < dim; i++) mean[i] = bfloat(c.mean[head * int64_t(dim) + i]);
+    for (int i = dim; i < width; i++) mean[i] = 0;
+  }
+  const V root = all(1 / __builtin_sqrtf(float(dim)));
+  for (int t = from; t < from + count; t++) {
+    read_row(c.input, head, t, x);
+    if (!sound(x, width)) {
+      fine = false;
+      continue;
+    }
+    bool nearer = false;
+    if (c.mean) {
+      Sum plain, centred;
+      for (int i = 0; i < width; i += W) {
+        const V value = load(x + i), apart = value - load(mean + i);
+        store(y + i, apart);
+        plain.add(i, value * value), centred.add(i, apart * apart);
+      }
+      nearer = centred.total() < plain.total();
+      if (nearer) memcpy(x, y, width * sizeof(float));
+    }
+    const float largest = largest_of(x, width);
+    const bool coded = largest >= SMALLEST;
+    const V over = all(coded ? 1 / largest : 0);
+    Sum squares;
+    for (int i = 0; i < width; i += W) {
+      const V value = load(x + i) * over;
+      store(x + i, value);
+      squares.add(i, value * value);
+    }
+    const float unit = __builtin_sqrtf(squares.total() / float(dim));
+    for (int i = 0; i < dim; i++) y[i] = x[i] * c.signs[i];
+    if (c.odd == 1) {
+      sylvester(y, dim);
+      for (int i = 0; i < dim; i++) y[i] *= root[0];
+    } else {
+      const int power = dim / c.odd;
+      for (int i = 0; i < c.odd; i++) sylvester(y + i * power, power);
+      for (int i = 0; i < dim; i++) x[i] = y[i] * root[0];
+      for (int i = 0; i < c.odd; i++)
+        for (int j = 0; j < power; j++) {
+          float sum = 0;
+          for (int l = 0; l < c.odd; l++) sum += c.hartley[i * c.odd + l] * x[l * power + j];
+          y[i * power + j] = sum;
+        }
+    }
+    const float by_unit = coded ? 1 / unit : 0;
+    for (int i = 0; i < dim; i++) y[i] *= by_unit;
+    for (int i = dim; i < width; i++) y[i] = 0;
+
+    const int64_t row = int64_t(head) * c.input.count + t;
+    for (int s = 0; s < c.stages; s++) {
+      const auto& stage = c.stage[s];
+      const int levels = 1 << stage.bits;
+      const float* from_here = s ? more : y;
+      if (c.steps) {
+        grid_codes(y, width, best_grid(c, y, dim, width, levels), levels, q);
+        for (int i = 0; i < width; i++) codes[i] = uint8_t(int(q[i]));
+      } else if (c.ties_up) {
+        nearest<true>(from_here, width, stage.boundaries, levels, codes);
+      } else {
+        nearest<false>(from_here, width, stage.boundaries, levels, codes);
+      }
+      for (int i = dim; i < width; i++) codes[i] = 0;
+      if (s == 0) {
+        codewords(codes, dim, width, stage.codewords, q);
+        if (c.stages == 2)
+          for (int i = 0; i < width; i += W) store(more + i, load(y + i) - load(q + i));
+      } else {
+        codewords(codes, dim, width, stage.codewords, more);
+        for (int i = 0; i < width; i += W) store(q + i, load(q + i) + load(more + i));
+      }
+      const int bytes = (dim * stage.bits + 7) / 8;
+      pack(codes, dim, stage.bits, stage.codes + row * bytes);
+    }
+    float correction = 1;
+    if (c.steps && c.kind == Scale::NORM) {
+      correction = __builtin_sqrtf(dot(y, y, width) / dot(q, q, width));
+    } else if (c.kind != Scale::NORM) {
+      const float yq = dot(y, q, width), other = c.kind == Scale::LS ? dot(q, q, width) : dot(y, y, width);
+      const float top = c.kind == Scale::LS ? yq : other, under = c.kind == Scale::LS ? other : yq;
+      correction = under > 0 ? top / under : 1;
+    }
+    const float scale = coded ? largest * unit * correction : 0;
+    c.scale[row] = to_bfloat(c.mean && !nearer ? -scale : scale);
+  }
+  return fine;
+}
+
+// Codes of a row whose steps and zeros are spread to every channel.
+void affine_row(const AffineCoding& c, const float* x, const float* step, const float* zero, int64_t row) {
+  const int dim = c.input.dim, width = padded(dim);
+  const V top = all(float((1 << c.bits) - 1));
+  alignas(64) uint8_t codes[MAX_DIM + 16];
+  for (int i = 0; i < width; i += W) {
+    const V by = load(step + i), one = all(1.0f);
+    const VI some = by > 0;
+    V code = (load(x + i) - load(zero + i)) / (some ? by : one);
+    code = smaller(larger(code, V{}), top);
+    code = (code + ROUNDING) - ROUNDING;
+    code = some ? code : V{};
+    for (int j = 0; j < W; j++) codes[i + j] = uint8_t(int(code[j]));
+  }
+  for (int i = dim; i < width; i++) codes[i] = 0;
+  const int bytes = (dim * c.bits + 7) / 8;
+  pack(codes, dim, c.bits, c.codes + row * bytes);
+}
+
+void step_of(float lowest, float highest, int levels, uint16_t& step, uint16_t& zero) {
+  zero = outward(lowest, false);
+  step = outward((highest - bfloat(zero)) / float(levels), true);
+  if (!(bfloat(step) >= SMALLEST)) step = 0;
+}
+
+bool affine(const AffineCoding& c, int head, int from, int count) {
+  const int dim = c.input.dim, width = padded(dim), levels = (1 << c.bits) - 1;
+  alignas(64) float x[MAX_DIM + 16], low[MAX_DIM + 16], high[MAX_DIM + 16], step[MAX_DIM + 16] = {}, zero[MAX_DIM + 16] = {};
+  bool fine = true;
+  if (c.by_token) {
+    const int groups = (dim + c.group - 1) / c.group;
+    for (int t = from; t < from + count; t++) {
+      read_row(c.input, head, t, x);
+      fine &= sound(x, width);
+      const int64_t row = int64_t(head) * c.input.count + t;
+      for (int g = 0; g < groups; g++) {
+        const int begin = g * c.group, end = begin + c.group < dim ? begin + c.group : dim;
+        float lowest = x[begin], highest = x[begin];
+        for (int i = begin; i < end; i++) lowest = x[i] < lowest ? x[i] : lowest, highest = x[i] > highest ? x[i] : highest;
+        uint16_t &by = c.step[row * groups + g], &origin = c.zero[row * groups + g];
+        step_of(lowest, highest, levels, by, origin);
+        for (int i = begin; i < end; i++) step[i] = bfloat(by), zero[i] = bfloat(origin);
+      }
+      affine_row(c, x, step, zero, row);
+    }
+    return fine;
+  }
+  const int64_t groups = (c.input.count + c.group - 1) / c.group;
+  for (int start = from; start < from + count; start += c.group) {
+    const int stop = start + c.group < from + count ? start + c.group : from + count;
+    for (int t = start; t < stop; t++) {
+      read_row(c.input, head, t, x);
+      fine &= sound(x, width);
+      for (int i = 0; i < width; i += W) {
+        const V value = load(x + i);
+        store(low + i, t == start ? value : smaller(value, load(low + i)));
+        store(high + i, t == start ? value : larger(value, load(high + i)));
+      }
+    }
+    const int64_t at = (head * groups + start / c.group) * dim;
+    for (int i = 0; i < dim; i++) {
+      step_of(low[i], high[i], levels, c.step[at + i], c.zero[at + i]);
+      step[i] = bfloat(c.step[at + i]), zero[i] = bfloat(c.zero[at + i]);
+    }
+    for (int t = start; t < stop; t++) {
+      read_row(c.input, head, t, x);
+      affine_row(c, x, step, zero, int64_t(head) * c.input.count + t);
+    }
+  }
+  return fine;
+}
+
+void sum(const Input& in, int head, int from, int count, double* out) {
+  const int width = padded(in.dim);
+  alignas(64) float x[MAX_DIM + 16], some[MAX_DIM + 16];
+  for (int start = from; start < from + count; start += 64) {
+    const int stop = start + 64 < from + count ? start + 64 : from + count;
+    for (int t = start; t < stop; t++) {
+      read_row(in, head, t, x);
+      for (int i = 0; i < width; i += W) store(some + i, t == start ? load(x + i) : load(some + i) + load(x + i));
+    }
+    for (int i = 0; i < in.dim; i++) out[i] += double(some[i]);
+  }
+}
+
+}  // namespace
+}  // namespace KVTOOL_INSIDE
+
+#define KVTOOL_ENCODER_(x) x##_encoder
+#define KVTOOL_ENCODER(x) KVTOOL_ENCODER_(x)
+extern const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL);
+const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL) = {KVTOOL_INSIDE::rotated, KVTOOL_INSIDE::affine, KVTOOL_INSIDE::sum};
+
+}  // namespace kvtool
