@@ -33,7 +33,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 
 def build(folder: Path, compiler: str, machine: str, levels: Sequence[str], *options: str) -> Path:
     """The program for a machine ("X86" or "ARM64"), every warning an error."""
-    gcc = [] if "clang" in compiler else ["-Wno-maybe-uninitialized"]
+    gcc = [] if "clang" in compiler else ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
     common = [compiler, "-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", *WARNINGS, *gcc, *options, f"-DKVTOOL_{machine}"]
     common.append(f"-I{SRC}")
     objects = []

@@ -6,6 +6,7 @@
 #pragma once
 #include "problem.hpp"
 #include "simd.hpp"
+#include "sylvester.hpp"
 
 namespace kvtool {
 namespace KVTOOL_INSIDE {
@@ -278,41 +279,6 @@ void points(const Rows& rows, int head, int from, int count, float* out) {
   for (int i = 0; i < rows.stages; i++) decode_stage(rows.stage[i], head, from, count, rows.dim, i > 0, out);
   if (!rows.step) return;
   rows.by_token ? affine_by_token(rows, head, from, count, out) : affine_by_channel(rows, head, from, count, out);
-}
-
-template <int VECTORS>
-inline void butterflies(const float* x, V* v) {
-  for (int i = 0; i < VECTORS; i++) v[i] = hadamard(load(x + W * i));
-  for (int step = 1; step < VECTORS; step *= 2)
-    for (int i = 0; i < VECTORS; i++)
-      if (!(i & step)) {
-        V a = v[i], b = v[i + step];
-        v[i] = a + b, v[i + step] = a - b;
-      }
-}
-
-template <int VECTORS>
-void sylvester_of(float* x) {
-  V v[VECTORS];
-  butterflies<VECTORS>(x, v);
-  for (int i = 0; i < VECTORS; i++) store(x + W * i, v[i]);
-}
-
-// Sylvester's matrix of size n = 2^k times x, in place.
-void sylvester(float* x, int n) {
-  if (n == 4 * W) return sylvester_of<4>(x);
-  if (n == 8 * W) return sylvester_of<8>(x);
-  int step = 1;
-  if (n >= W) {
-    for (int i = 0; i < n; i += W) store(x + i, hadamard(load(x + i)));
-    step = W;
-  }
-  for (; step < n; step *= 2)
-    for (int i = 0; i < n; i += 2 * step)
-      for (int j = i; j < i + step; j++) {
-        float a = x[j], b = x[j + step];
-        x[j] = a + b, x[j + step] = a - b;
-      }
 }
 
 // sqrt(D) T x in place, D = odd 2^k.

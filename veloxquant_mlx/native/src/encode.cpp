@@ -3,9 +3,9 @@
 // Sums are taken in 16 lanes whatever the width of a vector, and no product is contracted with a sum (CMakeLists.txt): every level and
 // every number of threads gives the same bytes.
 #include "coding.hpp"
-#include "decode.hpp"
 #include "problem.hpp"
 #include "simd.hpp"
+#include "sylvester.hpp"
 
 namespace kvtool {
 namespace KVTOOL_INSIDE {
@@ -186,8 +186,6 @@ bool rotated(const RotatedCoding& c, int head, int from, int count) {
   alignas(64) float x[MAX_DIM + 16], y[MAX_DIM + 16], q[MAX_DIM + 16], more[MAX_DIM + 16], mean[MAX_DIM + 16];
   alignas(64) uint8_t codes[MAX_DIM + 16];
   bool fine = true;
-  Rows shape{};
-  shape.dim = dim, shape.odd = c.odd, shape.hartley = c.hartley;
   if (c.mean) {
     for (int i = 0; i < dim; i++) mean[i] = bfloat(c.mean[head * int64_t(dim) + i]);
     for (int i = dim; i < width; i++) mean[i] = 0;

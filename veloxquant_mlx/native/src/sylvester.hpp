@@ -1,0 +1,46 @@
+// Sylvester's matrix of a power of two times a row.
+#pragma once
+#include "simd.hpp"
+
+namespace kvtool {
+namespace KVTOOL_INSIDE {
+namespace {
+
+template <int VECTORS>
+inline void butterflies(const float* x, V* v) {
+  for (int i = 0; i < VECTORS; i++) v[i] = hadamard(load(x + W * i));
+  for (int step = 1; step < VECTORS; step *= 2)
+    for (int i = 0; i < VECTORS; i++)
+      if (!(i & step)) {
+        V a = v[i], b = v[i + step];
+        v[i] = a + b, v[i + step] = a - b;
+      }
+}
+
+template <int VECTORS>
+void sylvester_of(float* x) {
+  V v[VECTORS];
+  butterflies<VECTORS>(x, v);
+  for (int i = 0; i < VECTORS; i++) store(x + W * i, v[i]);
+}
+
+// Sylvester's matrix of size n = 2^k times x, in place.
+inline void sylvester(float* x, int n) {
+  if (n == 4 * W) return sylvester_of<4>(x);
+  if (n == 8 * W) return sylvester_of<8>(x);
+  int step = 1;
+  if (n >= W) {
+    for (int i = 0; i < n; i += W) store(x + i, hadamard(load(x + i)));
+    step = W;
+  }
+  for (; step < n; step *= 2)
+    for (int i = 0; i < n; i += 2 * step)
+      for (int j = i; j < i + step; j++) {
+        float a = x[j], b = x[j + step];
+        x[j] = a + b, x[j + step] = a - b;
+      }
+}
+
+}  // namespace
+}  // namespace KVTOOL_INSIDE
+}  // namespace kvtool
