@@ -151,6 +151,11 @@ def write_container(
     return WriteReport(os.fspath(path), end, space, end - space)
 
 
+def manifest_bytes(manifest: Manifest) -> int:
+    """What a manifest takes of the header, for `reserve`."""
+    return len(_header(manifest, ())) - len(_header(None, ()))
+
+
 def _check_plans(plans: tuple[TensorPlan, ...]) -> None:
     names = [plan.name for plan in plans]
     if len(set(names)) != len(names):
@@ -221,8 +226,17 @@ def _write_tensor(out: AtomicFile, plan: TensorPlan, offset: int, compress: bool
             out.seek(offset)
     if encoding == "none":
         # A chunk is copied before it is hashed and written, so that a source changing meanwhile cannot part the two.
-        stored, digest = _write_padded(out, (bytes(data[i : i + _CHUNK]) for i in range(0, len(data), _CHUNK)))
+        stored, digest = _write_padded(out, _copied(data))
     return TensorInfo(plan.name, plan.dtype, plan.shape, len(data), stored, padded(stored), offset, encoding, digest)
+
+
+def _copied(data: memoryview) -> Iterator[memoryview]:
+    """Chunks of the data, each in the same memory: to be used before the next is asked for."""
+    buffer = memoryview(bytearray(min(_CHUNK, len(data))))
+    for start in range(0, len(data), _CHUNK):
+        chunk = buffer[: min(_CHUNK, len(data) - start)]
+        chunk[:] = data[start : start + len(chunk)]
+        yield chunk
 
 
 def _compressed(engine: Any, chunks: Iterator[memoryview]) -> Iterator[bytes]:
@@ -231,7 +245,7 @@ def _compressed(engine: Any, chunks: Iterator[memoryview]) -> Iterator[bytes]:
     yield engine.flush()
 
 
-def _write_padded(out: AtomicFile, chunks: Iterator[bytes]) -> tuple[int, str]:
+def _write_padded(out: AtomicFile, chunks: Iterator[bytes] | Iterator[memoryview]) -> tuple[int, str]:
     hasher = blake3.blake3()
     stored = 0
     for chunk in chunks:

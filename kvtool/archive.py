@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
-from formats.container import Reader, open_container, write_container
+from formats.container import Reader, manifest_bytes, open_container, write_container
 from formats.errors import IncompatibleError
 from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Tokens
 from kvtool.binding import Binding, bind, layer_sources, own_moments
@@ -245,9 +245,8 @@ def write_archive(
             extra=(extra or {}) | ({"rope_problems": encoder.rope_problems} if encoder.rope_problems else {}),
         )
 
-    written = write_container(
-        path, manifest, encoder.tensors, compress=compress, progress=progress, reserve=QUALITY_BYTES + QUALITY_BYTES_A_LAYER * len(layers)
-    )
+    reserve = manifest_bytes(manifest()) + QUALITY_BYTES + QUALITY_BYTES_A_LAYER * len(layers)
+    written = write_container(path, manifest, encoder.tensors, compress=compress, progress=progress, reserve=reserve)
     notes = [] if binding is None else list(binding.notes)
     if not encoder.lossless and not encoder.tallies and 0 < length <= encoder.plan.sink + encoder.plan.recent:
         notes.append(f"{encoder.plan.full_spec()} keeps all {length} tokens exact: none is coded")

@@ -20,10 +20,12 @@ from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
 from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.rope_limits import beyond_limits
 from kvtool.states import CacheState, Quantized
+from veloxquant_mlx import native
 from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec, token_blocks
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, Given
 from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
 
 # mlx-lm's own quantised caches are kept verbatim under this id: parts weight, scales, biases.
@@ -93,6 +95,11 @@ class Tally:
         """Count a block of float32 rows."""
         self.error += energy(exact - decoded)
         self.energy += energy(exact)
+
+    def add_rows(self, exact: np.ndarray, decoded: np.ndarray) -> None:
+        """Count a block of float32 rows; `decoded` is overwritten."""
+        self.energy += energy_of(exact)
+        self.error += energy_of(np.subtract(exact, decoded, out=decoded))
 
     def relative(self) -> float:
         return self.error / self.energy if self.energy else 0.0
@@ -368,7 +375,12 @@ class SegmentWork:
         parts = self.codec.encode(rows) if given is None else self.codec.encode(rows, given)
         mx.eval(parts)
         kept = None if self.keep is None else mx.zeros(self.shape, mx.float32)
-        if self.tally is not None or kept is not None:
+        stored = native_rows(self.codec, parts, self.shape) if kept is None and given is None else None
+        if self.tally is not None and stored is not None:
+            for tokens in token_blocks(self.shape):
+                decoded_rows = native.decoded(stored, tokens.start, tokens.stop)
+                self.tally.add_rows(native.shared(rows[:, tokens].astype(mx.float32)), decoded_rows)
+        elif self.tally is not None or kept is not None:
             for start, stop, decoded in decode_blocks(self.codec, parts, self.shape, given):
                 if self.tally is not None:
                     self.tally.add(rows[:, start:stop].astype(mx.float32), decoded)
@@ -388,6 +400,13 @@ def stripped(rows: mx.array, positions: np.ndarray, rope: RopeSpec | None) -> mx
         whole[:, tokens] = rotate(rows[:, tokens].astype(mx.float32), positions[tokens], rope, unrotated(rope))
         mx.eval(whole)
     return whole
+
+
+def native_rows(codec: Codec, parts: dict[str, mx.array], shape: tuple[int, int, int]) -> Any:
+    """Encoded rows as the native back end reads them, or None where it does not."""
+    if codec.eager or not shape[1] or not native.available() or backend() != "cpu":
+        return None
+    return codec.row_reader(parts, shape).stored
 
 
 def decode_blocks(
@@ -455,6 +474,12 @@ def energy(x: mx.array) -> float:
         return total
     peak = scalar(mx.max(mx.abs(x)))
     return scalar(mx.sum(mx.square(x / peak))) * peak**2
+
+
+def energy_of(x: np.ndarray) -> float:
+    """`energy` of an array in memory."""
+    total = float(np.vdot(x, x))
+    return total if math.isfinite(total) else float(np.square(x.astype(np.float64)).sum())
 
 
 def scalar(value: mx.array) -> float:

@@ -15,11 +15,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvtool.bench import attending, coding, filing, measuring, oracle
+from kvtool.bench import attending, coding, filing, measuring, oracle, shaped, sharing
 from kvtool.bench.measuring import Case, Checked, Prepared, Row, copy_bandwidth, measure, timed
 from kvtool.bench.rows import BASE, Size, blocks, head_rows, plan_of, rows
 from kvtool.cli import run
 from kvtool.cli.bench import FAMILIES
+from kvtool.probe import probe_model
 from tests import oracles
 from veloxquant_mlx import metal
 from veloxquant_mlx.codecs import parse_codec
@@ -350,6 +351,23 @@ def test_rows_that_cannot_run_say_why() -> None:
     assert found["mlx-lm 4 bits"]["skipped"] == "mlx quantises groups of 32 or 64, and D is 24"
     found = by_name(report("attend", "--shape", "1,1,1,144,64", "--codec", "rvq-4", "--queries", "2"))
     assert found["flash_prefill_attend float32"]["skipped"] == "D must be a multiple of 8 and at most 128, and is 144"
+
+
+@pytest.mark.skipif(not sharing.SMAPS.exists(), reason="reads /proc")
+def test_processes_share_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model of a given shape; processes that compute something else than this one are found."""
+    words = ("files", "--model", "2x2x64", "--mb", "4", "--codec", "rvq-4", "--processes", "2", "--only", "rvq-4: 2 processes")
+    row = by_name(report(*words))["rvq-4: 2 processes"]
+    assert row["error"] == 0 and row["moved"] > 0.2 * 4e6 and "--processes 2" in row["command"]
+    monkeypatch.setattr(sharing, "attended", lambda cache: "something else")
+    assert by_name(report(*words, code=1))["rvq-4: 2 processes"]["error"] == 2
+
+
+def test_models_of_a_shape() -> None:
+    found = probe_model(shaped.model_of("3x2x32").model)
+    assert [(probe.k.heads, probe.k.dim, probe.k.dtype) for probe in found if probe.k] == [(2, 32, mx.float16)] * 3
+    with pytest.raises(ValueError, match="even head size"):
+        shaped.model_of("3x2x31")
 
 
 def test_cold_loads_are_cold(tmp_path: Path) -> None:

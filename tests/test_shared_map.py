@@ -1,8 +1,6 @@
 """Codes that stay in the mapped file: what lies where, what a replaced or damaged file does, and how much memory processes share."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +13,16 @@ from mlx_lm.models.cache import save_prompt_cache
 import kvtool
 from formats.container import open_container
 from formats.errors import DigestError, FormatError
+from kvtool.bench import sharing
 from kvtool.bench.filing import synthetic
 from kvtool.capturing import capture
 from kvtool.probe import probe_model
-from tests.shared_map_child import Memory
 from veloxquant_mlx import native
 from veloxquant_mlx.caches.coded import CodedKVCache
 from veloxquant_mlx.native.mapped import Mapped
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the C++ extension")
-TOKENS, MANY, FEW = 4096, 32768, 256
+TOKENS, MANY = 4096, 32768
 CODECS = ("rvq-4", "rvq-2+2", "affine-4", "k=rabitq,v=rvq-4")
 
 
@@ -38,10 +36,9 @@ def made(tmp_path_factory) -> Any:
     for spec in (*CODECS, "commvq-2"):
         files[spec] = folder / f"{len(files)}.kv"
         kvtool.save(snapshot, files[spec], codec=spec)
-    for tokens in (FEW, MANY):
-        files[tokens] = folder / f"{tokens}.kv"
-        # As cached: the angles of keys before RoPE are memory of each process's own.
-        kvtool.save(synthetic(model, probe_model(model.model), tokens, 5), files[tokens], codec="rvq-4", frame="post")
+    files[MANY] = folder / "many.kv"
+    # As cached: the angles of keys before RoPE are memory of each process's own.
+    kvtool.save(synthetic(model, probe_model(model.model), MANY, 5), files[MANY], codec="rvq-4", frame="post")
     return SimpleNamespace(model=model, snapshot=snapshot, files=files)
 
 
@@ -176,27 +173,16 @@ def test_mlx_lm_evaluates_the_state_and_says_why_it_cannot_save_it(made, tmp_pat
     kvtool.save(again, tmp_path / "again.kv", codec="raw")
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads /proc")
+@pytest.mark.skipif(not sharing.SMAPS.exists(), reason="reads /proc")
 @pytest.mark.parametrize("mapped", [True, False])
 def test_processes_share_the_pages_of_a_file(made, mapped) -> None:
     """What loading and attending adds to three processes; where the codes are copied, each has its own."""
-    size, count = made.files[MANY].stat().st_size, 3
-    command = [sys.executable, "-m", "tests.shared_map_child", str(made.files[FEW]), str(made.files[MANY]), str(int(mapped))]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
-    try:
-        assert [child.stdout.readline() for child in children] == ["ready\n"] * count
-        found = []
-        for child in children:  # all of them hold the file now
-            child.stdin.write("\n")
-            child.stdin.flush()
-            found.append(Memory.parse(child.stdout.readline()))
-    finally:
-        for child in children:
-            child.stdin.close()
-            child.wait()
-            child.stdout.close()
+    path, count = made.files[MANY], 3
+    size = path.stat().st_size
+    digests, found = sharing.in_processes("tiny-a", path, count, mapped)
+    assert digests == [sharing.attended(kvtool.load(path, made.model, mapped=False).cache)] * count
     if mapped:
         assert size * 0.8 < sum(memory.file for memory in found) < size * 1.1
-        assert all(memory.anonymous < size / 4 for memory in found), (size, found)
+        assert all(memory.own < size / 4 for memory in found), (size, found)
     else:
-        assert all(memory.anonymous > size * 0.7 for memory in found), (size, found)
+        assert all(memory.own > size * 0.7 for memory in found), (size, found)

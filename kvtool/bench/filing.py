@@ -6,6 +6,9 @@
 kvtool writes a file through fsync and a rename; mlx-lm's save is timed as it is and with an fsync behind it. A load ends with every array
 evaluated; kvtool checks digests and rotations meanwhile. `cold` loads come after the file's pages were dropped (`posix_fadvise`), where
 the system has that and `mincore` shows it; `warm` ones right after the file was read. Bytes are those of the file.
+
+`attend` rows load, warm, and attend with one query a head to every layer. Rows of `processes` start that many, each of which loads the
+file and attends (`kvtool.bench.sharing`): their time is until all are done, and bytes are what it took of memory in all of them together.
 """
 
 import ctypes
@@ -22,6 +25,7 @@ import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from kvtool.archive import save
+from kvtool.bench import sharing
 from kvtool.bench.coding import allowed
 from kvtool.bench.measuring import Case, Checked, Prepared
 from kvtool.bench.oracle import to_numpy
@@ -39,8 +43,13 @@ DROPS = 5
 KL_LIMIT = 0.5  # nats, of a lossy cache's next token
 
 
-def files(model: LoadedModel, megabytes: float, codecs: tuple[str, ...], folder: Path, seed: int) -> Iterator[Case]:
+def files(
+    model: LoadedModel, megabytes: float, codecs: tuple[str, ...], folder: Path, seed: int, name: str = "", processes: int = 0
+) -> Iterator[Case]:
     """Rows of `files`. The folder is the run's own; each row leaves it empty.
+
+    Args:
+        name: of the model, as `--model` has it, for `processes`: how many share a file; 0 for no such rows.
 
     Raises:
         ValueError: a model with layers that rows cannot be made for, or a codec that needs tables.
@@ -59,9 +68,15 @@ def files(model: LoadedModel, megabytes: float, codecs: tuple[str, ...], folder:
         needs = undroppable(folder) if cold else None
         yield Case("files", reference, partial(_mlx_lm_load, snapshot, folder, cold), needs=needs)
         for spec in codecs:
-            name = f"{spec}: load, {'cold' if cold else 'warm'}"
+            row = f"{spec}: load, {'cold' if cold else 'warm'}"
             prepare = partial(_load, model, snapshot, spec, folder, cold)
-            yield Case("files", name, prepare, reference, spec, needs=needs)
+            yield Case("files", row, prepare, reference, spec, needs=needs)
+    for spec in (spec for spec in codecs if not parse_codec(spec).lossless):
+        yield Case("files", f"{spec}: load, attend", partial(_attend, model, snapshot, spec, folder), load_warm, spec)
+        if processes:
+            needs = None if sharing.SMAPS.exists() else "this system does not say which memory processes share (/proc/self/smaps)"
+            prepare = partial(_processes, model, snapshot, spec, folder, name, processes)
+            yield Case("files", f"{spec}: {processes} processes", prepare, None, spec, needs=needs)
 
 
 def first_token(model: LoadedModel, tokens: int, codecs: tuple[str, ...], folder: Path, seed: int) -> Iterator[Case]:
@@ -223,6 +238,35 @@ def _load(model: LoadedModel, make: Callable[[], Snapshot], spec: str, folder: P
     _emptied(folder)
     save(snapshot, path, codec=spec)
     return _read(lambda: load(path, model).cache, lambda cache: _restored(cache, snapshot, spec), path, cold, snapshot)
+
+
+def _attend(model: LoadedModel, make: Callable[[], Snapshot], spec: str, folder: Path) -> Prepared:
+    """Against the attention of the same codes copied out of the file, to the bit."""
+    path, snapshot = folder / "cache.kv", make()
+    _emptied(folder)
+    save(snapshot, path, codec=spec)
+    want = sharing.attended(load(path, model, mapped=False).cache)
+
+    def check(got: str) -> Checked:
+        return Checked("attention to copied codes, exactly", float(got != want), 0.0)
+
+    return _read(lambda: sharing.attended(load(path, model).cache), check, path, False, snapshot)
+
+
+def _processes(model: LoadedModel, make: Callable[[], Snapshot], spec: str, folder: Path, name: str, count: int) -> Prepared:
+    path, snapshot = folder / "cache.kv", make()
+    _emptied(folder)
+    save(snapshot, path, codec=spec)
+    want = sharing.attended(load(path, model, mapped=False).cache)
+    values = _values(snapshot)
+    del snapshot
+    _, memory = sharing.in_processes(name, path, count)
+    total = sum(one.file + one.own for one in memory)
+
+    def check(digests: list[str]) -> Checked:
+        return Checked("attention in this process, exactly", float(sum(digest != want for digest in digests)), 0.0)
+
+    return Prepared(lambda: sharing.in_processes(name, path, count)[0], check, total, count * values, 8 * total / values)
 
 
 def _read(run: Callable[[], Any], check: Callable[[Any], Checked], path: Path, cold: bool, snapshot: Snapshot) -> Prepared:

@@ -183,6 +183,7 @@ def timed(call: Callable[[], Any], seconds: float, before: Callable[[], None] | 
     samples: list[float] = []
     start = time.perf_counter()
     while len(samples) < LEAST_RUNS or (time.perf_counter() - start < seconds and len(samples) < MOST_RUNS):
+        last = None  # a result may hold the file that `before` drops from memory
         taken, last = _sample(call, calls, before)
         samples.append(taken / calls)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")

@@ -29,6 +29,7 @@ OPTIONS = {
     "codecs": ("attend", "encode", "decode", *ON_MODEL),
     "model_name": ON_MODEL,
     "megabytes": ("files",),
+    "processes": ("files",),
     "tokens": ("first-token",),
     "folder": ON_MODEL,
 }
@@ -45,7 +46,14 @@ OPTIONS = {
 @click.option(
     "--queries", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Queries a head; more than one: prefill, causal."
 )
-@click.option("--model", "model_name", default="tiny-a", show_default=True, metavar="M", help="Model of files and first-token.")
+@click.option(
+    "--model",
+    "model_name",
+    default="tiny-a",
+    show_default=True,
+    metavar="M",
+    help="Model of files and first-token; 32x8x128: a random one of so many layers, KV heads and entries a head, in float16.",
+)
 @click.option(
     "--mb",
     "megabytes",
@@ -53,6 +61,7 @@ OPTIONS = {
     metavar="N",
     help=f"Cache in files: {MEGABYTES:g}; with --quick {QUICK_MEGABYTES:g}.",
 )
+@click.option("--processes", type=click.IntRange(1), metavar="N", help="Also have N processes share each lossy file of files.")
 @click.option("--tokens", type=click.IntRange(2), metavar="N", help=f"Prompt of first-token: {TOKENS}; with --quick {QUICK_TOKENS}.")
 @click.option(
     "--folder", type=click.Path(exists=True, file_okay=False), help="Where files are written and removed; the system's temporary folder."
@@ -128,6 +137,7 @@ def _measured(families: tuple[str, ...], options: dict[str, Any], only: tuple[st
         "queries": options["queries"],
         "codecs": None if options["codecs"] is None else split_specs(options["codecs"]),
         "model": options["model_name"],
+        "processes": options["processes"] or 0,
         "megabytes": options["megabytes"] or (QUICK_MEGABYTES if quick else MEGABYTES),
         "tokens": options["tokens"] or (QUICK_TOKENS if quick else TOKENS),
         "seconds": (QUICK_SECONDS if quick else SECONDS) if options["seconds"] is None else options["seconds"],
@@ -143,13 +153,15 @@ def _cases(family: str, settings: dict[str, Any], folder: Path) -> Iterator["Cas
 
     from kvtool.bench import attending, coding, filing
     from kvtool.bench.rows import Size
-    from kvtool.model import default_dtype, load_model
+    from kvtool.bench.shaped import model_of
+    from kvtool.model import default_dtype
 
     codecs, seed = settings["codecs"], settings["seed"]
     if family in ON_MODEL:
-        model = load_model(settings["model"])
+        model = model_of(settings["model"])
         if family == "files":
-            return filing.files(model, settings["megabytes"], tuple(codecs or filing.CODECS), folder, seed)
+            sizes = (settings["megabytes"], tuple(codecs or filing.CODECS), folder, seed)
+            return filing.files(model, *sizes, settings["model"], settings["processes"])
         return filing.first_token(model, settings["tokens"], tuple(codecs or filing.CODECS), folder, seed)
     size = Size.parse(settings["shapes"][family], settings["queries"] if family == "attend" else 1)
     dtype = mx.float32 if default_dtype() == "float32" else mx.float16
@@ -168,6 +180,7 @@ def _words(case: "Case", settings: dict[str, Any], folder: str | None) -> list[s
         "--queries": settings["queries"] if case.family == "attend" else None,
         "--model": settings["model"] if case.family in ON_MODEL else None,
         "--mb": settings["megabytes"] if case.family == "files" else None,
+        "--processes": (settings["processes"] or None) if case.family == "files" else None,
         "--tokens": settings["tokens"] if case.family == "first-token" else None,
         "--folder": folder if case.family in ON_MODEL else None,
         "--seconds": settings["seconds"],

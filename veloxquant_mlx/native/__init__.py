@@ -167,6 +167,11 @@ def attend(
     return mx.array(out), mx.array(lse)
 
 
+def decoded(stored: "_native.Stored", start: int, stop: int) -> np.ndarray:
+    """Rows start to stop, (H, n, D) float32: `codecs._reading.RowReader.decoded` to float32 rounding."""
+    return _native.decode(stored, start, stop - start)
+
+
 def stored(shape: tuple[int, int, int]) -> "_native.Stored":
     """Rows (H, S, D), still without their codes."""
     return _native.Stored(*shape)
