@@ -43,7 +43,7 @@ bool in_chunks(const Input& in, int chunk, const Item& item) {
   const std::shared_ptr<Pool> threads = the_pool();
   const int chunks = (in.count + chunk - 1) / chunk;
   std::atomic<bool> fine{true};
-  nb::gil_scoped_release release;
+  const WithoutGil free;
   threads->run(in.heads * chunks, [&](int i, int) {
     const int head = i / chunks, start = i % chunks * chunk;
     if (!item(head, start, std::min(chunk, in.count - start))) fine = false;
