@@ -1,0 +1,197 @@
+"""What a cache of one model is worth in its sibling: plain, mapped, and with a part recomputed; uncompressed and compressed.
+
+    python -m tests.smollm2.transfer [--texts prose,code] [--calibration FILE --calibration FILE] [--out DIR]
+
+SmolLM2-135M-Instruct and its fine-tuned sibling of RoPE base 10 000, both directions: 512 tokens of a text that neither map nor tables
+were made from are cached by one model and handed to the other, which scores the 256 that follow. KL(own prefill || arm), nats. The share is
+what the receiver computes, map included, over a prefill of its own (`kvtool.bridges.work`). Intervals: bootstrap, blocks of 32 positions.
+Exits 1 where a target is missed.
+"""
+
+import argparse
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvtool
+from formats.transfer_map import MapFile, read_map, write_map
+from kvtool.bootstrap import paired_ratio
+from kvtool.bridges.fitting import fit
+from kvtool.bridges.transferring import Recompute, source_of, source_of_snapshot, transfer
+from kvtool.bridges.work import Work
+from kvtool.calibrations import Calibration, load
+from kvtool.capturing import Snapshot, capture
+from kvtool.evaluation import score_caches
+from kvtool.model import LoadedModel, load_model
+from kvtool.snapshot import build_caches
+from tests.smollm2.frontier import CACHE, OUT
+from tests.smollm2.make import models_at
+from tests.texts import ALL_TEXTS, text
+
+NAME, PREFIX, SCORED = "transfer-smollm2", 512, 256
+PLANS = ("", "first=4", "first=4,newest=5%", "first=4,newest=10%", "first=4,newest=14%", "newest=19%")
+BEST = "first=4,newest=14%"
+MOST_SHARE, MOST_RATIO = 0.20, 0.55
+ADDED = {"rvq-4": 0.01, "tc-4.05": 0.005}  # KL that a codec may add to the uncompressed transfer's
+Say = Callable[[str], None]
+
+
+@dataclass
+class Arm:
+    """One way to hand a cache over: its share of a prefill, and what every scored position says, text by text."""
+
+    share: float
+    kl: list[np.ndarray] = field(default_factory=list)
+    hit: list[np.ndarray] = field(default_factory=list)
+    gap: list[np.ndarray] = field(default_factory=list)
+
+
+def arms_of(
+    source: LoadedModel, target: LoadedModel, mapping: MapFile, texts: Sequence[str], tables: Sequence[Calibration], say: Say
+) -> dict[str, Arm]:
+    """All arms of one direction."""
+    work, found = Work(target), dict[str, Arm]()
+    by_map = work.share(work.of_map(mapping, PREFIX), PREFIX)
+    for name in texts:
+        ids = list(target.tokenizer.encode(text(name)))[: PREFIX + SCORED + 1]
+        snapshot = capture(source, ids[:PREFIX])
+        given = source_of_snapshot(snapshot)
+        own = capture(target, ids[:PREFIX])
+        caches: dict[str, tuple[float, Callable[[], list[Any]]]] = {"no cache": (0.0, partial(make_prompt_cache, target.model))}
+        for use in (None, mapping):
+            for plan in PLANS:
+                part = Recompute.parse(plan, PREFIX) if plan else Recompute()
+                share = part.share(work, PREFIX) + (0.0 if use is None else by_map)
+                caches[label(use is not None, plan)] = (share, partial(moved, given, target, use, part))
+        for codec in ADDED:
+            calibrations = tables if codec.startswith("tc") else (None, None)
+            if len(calibrations) == 2:
+                caches[f"{label(True, BEST)}, {codec}"] = (
+                    caches[label(True, BEST)][0],
+                    partial(compressed, snapshot, target, mapping, codec, calibrations),
+                )
+        for arm, (share, make) in caches.items():
+            scores = score_caches(target, {"own": build_caches(own.states), "arm": make()}, ids[PREFIX:], SCORED, None)
+            row = found.setdefault(arm, Arm(share))
+            row.kl.append(scores["arm"]["kl"])
+            row.hit.append(scores["arm"]["hit"])
+            row.gap.append(scores["arm"]["nll"] - scores["own"]["nll"])
+            say(f"{source.info.name} to {target.info.name}, {name}: {arm}: KL {row.kl[-1].mean():.4f}")
+    return found
+
+
+def label(mapped: bool, plan: str) -> str:
+    words = ["map" if mapped else "plain recode", *([plan] if plan else [])]
+    return " + ".join(words)
+
+
+def moved(given: Any, target: LoadedModel, mapping: MapFile | None, part: Recompute) -> list[Any]:
+    return build_caches(transfer(given, target, mapping=mapping, recompute=part).states)
+
+
+def compressed(snapshot: Snapshot, target: LoadedModel, mapping: MapFile, codec: str, tables: Sequence[Calibration | None]) -> list[Any]:
+    """The source's file in a codec, handed over and written in that codec again: two encodings."""
+    with tempfile.TemporaryDirectory() as folder:
+        one, two = Path(folder) / "one.kv", Path(folder) / "two.kv"
+        kvtool.save(snapshot, one, codec=codec, calibration=tables[0])
+        with kvtool.open(one, calibration=tables[0]) as archive:
+            given = source_of(archive)
+            mid = transfer(given, target, mapping=mapping, recompute=Recompute.parse(BEST, PREFIX))
+        kvtool.save(mid, two, codec=codec, calibration=tables[1])
+        with kvtool.open(two, calibration=tables[1]) as archive:
+            return archive.load(target, decode=True).cache
+
+
+def table(found: dict[str, Arm]) -> list[str]:
+    plain = found[label(False, "")]
+    lines = ["| arm | share | KL | of plain | top-1 | NLL gap |", "|---|---|---|---|---|---|"]
+    for name, arm in found.items():
+        ratio = " [{1:.3f}, {2:.3f}]".format(*paired_ratio(arm.kl, plain.kl)) if arm is not plain else ""
+        kl = float(np.mean([x.mean() for x in arm.kl]))
+        base = float(np.mean([x.mean() for x in plain.kl]))
+        hit, gap = np.mean(np.concatenate(arm.hit)), np.mean(np.concatenate(arm.gap))
+        lines.append(f"| {name} | {arm.share:.1%} | {kl:.4f} | {kl / base:.3f}{ratio} | {hit:.3f} | {gap:+.4f} |")
+    return lines
+
+
+def missed(direction: str, found: dict[str, Arm]) -> list[str]:
+    """Targets that were not reached."""
+    mean = {name: float(np.mean([x.mean() for x in arm.kl])) for name, arm in found.items()}
+    best, plain = label(True, BEST), label(False, "")
+    problems = []
+    if found[best].share > MOST_SHARE:
+        problems.append(f"{direction}: {best} takes {found[best].share:.1%} of a prefill, at most {MOST_SHARE:.0%} asked for")
+    if mean[best] > MOST_RATIO * mean[plain]:
+        problems.append(f"{direction}: {best} has {mean[best] / mean[plain]:.3f} of the plain recode's KL, {MOST_RATIO} asked for")
+    for codec, most in ADDED.items():
+        name = f"{best}, {codec}"
+        if name in mean and mean[name] - mean[best] > most:
+            problems.append(f"{direction}: {codec} adds {mean[name] - mean[best]:.4f} nats, at most {most} asked for")
+    return problems
+
+
+def fitted(source: LoadedModel, target: LoadedModel, cache: Path, say: Say) -> MapFile:
+    """The map, made once."""
+    path = cache / f"{source.info.name}-to-{target.info.name}.map"
+    if path.exists():
+        mapping = read_map(path)[0]
+        if (mapping.source.weights, mapping.target.weights) == (source.info.weights, target.info.weights):
+            return mapping
+    say(f"fitting {source.info.name} to {target.info.name}")
+    cache.mkdir(parents=True, exist_ok=True)
+    mapping = fit(source, target)
+    write_map(path, mapping)
+    return mapping
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--texts", default=",".join(ALL_TEXTS))
+    parser.add_argument("--calibration", action="append", default=[], help="SmolLM2's, then its sibling's")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args(arguments)
+    folders = models_at()
+    pair = [load_model(folders[name]) for name in ("smollm2", "smollm2-theta10k")]
+    tables = [load(path) for path in options.calibration]
+    texts = options.texts.split(",")
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    command = " ".join(["python -m tests.smollm2.transfer", *arguments])
+    lines = [
+        "# A cache in the sibling of its model",
+        "",
+        f"`{command}`; mlx {mx.__version__} on {platform.system()} {platform.machine()}, float32.",
+        "",
+        f"{PREFIX} tokens cached, {SCORED} scored, texts: {', '.join(texts)}. KL(own prefill || arm), nats a token; share: what the",
+        "receiver computes, the map's products included, of the arithmetic of a prefill of its own; of plain: paired, 95 % interval.",
+        "A codec's row is the file in that codec, handed over and written in it again.",
+    ]
+    problems = []
+    for source, target, own in ((pair[0], pair[1], tables), (pair[1], pair[0], tables[::-1])):
+        mapping = fitted(source, target, CACHE / "maps", say)
+        found = arms_of(source, target, mapping, texts, own, say)
+        left = [own_map.unexplained for own_map in mapping.layers.values()]
+        direction = f"{source.info.name} to {target.info.name}"
+        lines += ["", f"## {direction}", "", f"Map: {mapping.tokens:,} tokens of {len(mapping.texts)} shipped texts; it leaves"]
+        lines += [f"{min(left):.0%} to {max(left):.0%} of the difference of rows unexplained on texts left out.", "", *table(found)]
+        problems += missed(direction, found)
+    lines += ["", "Targets missed: " + ("; ".join(problems) if problems else "none.")]
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{NAME}.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
