@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed-$(or $(EXTRA),metal)
 # MLX's CPU wheel carries reference BLAS; OpenBLAS in front of it makes float32 products 15 times faster.
 PRELOAD   = $(if $(filter cpu,$(EXTRA)),$(foreach f,$(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0)),LD_PRELOAD=$(f)))
 
-.PHONY: setup system demo test test-all lint format reach frontier off-domain foreign-calibration self-calibration passkeys live clean
+.PHONY: setup system demo test test-all lint format reach frontier off-domain foreign-calibration self-calibration passkeys live transfer clean
 
 setup: system $(STAMP)
 
@@ -69,6 +69,10 @@ passkeys: setup
 # What living on codes costs and saves: decode steps, bytes, forks, passkeys.
 live: setup
 	$(PRELOAD) $(BIN)/python -m tests.smollm2.live
+
+# What a cache is worth in a fine-tuned sibling of its model.
+transfer: setup
+	$(PRELOAD) $(BIN)/python -m tests.smollm2.transfer
 
 clean:
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache

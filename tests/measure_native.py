@@ -1,6 +1,7 @@
-"""Time of attention to one layer's codes by the native back end: a query a head, H_q 32, H_kv 8, D 128.
+"""Time of attention to one layer's codes, and of encoding, by the native back end: a query a head, H_q 32, H_kv 8, D 128.
 
     KVTOOL_THREADS=1 KVTOOL_SIMD=avx2 python -m tests.measure_native [S]
+    python -m tests.measure_native encode [S]
 
 Prints the bytes of codes, and the least and the median process CPU time and wall time of 15 calls, in milliseconds. A few rows are coded
 and repeated: what they say does not matter to the time. Beside them raw float16 rows, the same kernel without codes.
@@ -58,5 +59,27 @@ def main(rows: int) -> None:
         print(f"{name:20} {(block.k.nbytes + block.v.nbytes) / 1e6:6.1f} MB  {times}", flush=True)
 
 
+def encode(rows: int) -> None:
+    """Values a second of `Codec.encode`, keys of one layer in float16."""
+    x = mx.array(np.random.default_rng(0).standard_normal((HEADS, rows, DIM)).astype(np.float16))
+    mx.eval(x)
+    print(f"encode, {rows} rows, {native.level()}, threads {native.threads()}, load {os.getloadavg()[0]:.1f}")
+    for spec in ("rvq-4", "rvq-2+2", "rvq-2", "rabitq", "rabitq-4", "affine-4", "rvq-8"):
+        codec = parse_codec(spec).k
+        codec.encode(x)
+        cpu, wall = [], []
+        for _ in range(CALLS):
+            starts = time.process_time(), time.perf_counter()
+            codec.encode(x)
+            cpu.append(time.process_time() - starts[0])
+            wall.append(time.perf_counter() - starts[1])
+        best, middle = (x.size / 1e6 / t for t in (min(wall), sorted(wall)[CALLS // 2]))
+        print(
+            f"{spec:10} best {best:6.0f}, median {middle:6.0f} M values/s; {x.size / 1e6 / sorted(cpu)[CALLS // 2]:6.0f} a core", flush=True
+        )
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 32768)
+    given = sys.argv[1:]
+    run = encode if given[:1] == ["encode"] else main
+    run(int(given[-1]) if given and given[-1].isdigit() else 32768)
