@@ -179,7 +179,7 @@ def transfer(
         wanted = [int(name) for name in own.sources]
         kept = {layer: kept[layer] if layer in kept else source.rows(layer) for layer in wanted}
         rows = _mapped([kept[layer] for layer in wanted], own, mapping is not None)
-        states.append(_state(rows, probe, source.length))
+        states.append(full_state(*cached(rows, probe)))
         if progress is not None:
             progress(i + 1, len(probes))
     states = _recomputed(states, source, target, recompute)
@@ -258,18 +258,24 @@ def _mapped(rows: Sequence[np.ndarray], own: LayerMap, by_map: bool) -> mx.array
     return y + mx.array(rows[0]) if own.residual else y
 
 
-def _state(rows: mx.array, probe: CacheProbe, length: int) -> CacheState:
-    """Rows of one layer as the target caches them."""
+def cached(rows: mx.array, probe: CacheProbe, first: int = 0) -> tuple[mx.array, mx.array]:
+    """Keys and values (H, S, D) of one layer as the model caches them at positions from `first`, of rows as `Source.rows` gives them."""
     assert probe.k is not None and probe.v is not None
-    heads, k_dim, v_dim = probe.k.heads, probe.k.dim, probe.v.dim
+    heads, k_dim, v_dim, length = probe.k.heads, probe.k.dim, probe.v.dim, rows.shape[0]
     k = mx.swapaxes(rows[:, : heads * k_dim].reshape(length, heads, k_dim), 0, 1)
     v = mx.swapaxes(rows[:, heads * k_dim :].reshape(length, heads, v_dim), 0, 1)
-    k = rotate(k, np.arange(length), unrotated(probe.k.rope), probe.k.rope)
+    k = rotate(k, np.arange(first, first + length), unrotated(probe.k.rope), probe.k.rope)
     k, v = k.astype(probe.k.dtype), v.astype(probe.v.dtype)
     mx.eval(k, v)
-    return CacheState(
-        cls="KVCache", attention="full", window=None, offset=length, positions=((0, length),) if length else (), params={}, k=k, v=v
-    )
+    return k, v
+
+
+def full_state(k: mx.array, v: mx.array) -> CacheState:
+    """A plain cache of full attention with these rows, from position 0."""
+    length = k.shape[1]
+    if not length:
+        return CacheState(cls="KVCache", attention="full", window=None, offset=0, positions=(), params={})
+    return CacheState(cls="KVCache", attention="full", window=None, offset=length, positions=((0, length),), params={}, k=k, v=v)
 
 
 def _recomputed(states: Sequence[CacheState], source: Source, target: LoadedModel, plan: Recompute) -> list[CacheState]:
@@ -291,9 +297,7 @@ def _recomputed(states: Sequence[CacheState], source: Source, target: LoadedMode
 
 def _cut(state: CacheState, length: int) -> CacheState:
     assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array)
-    if not length:
-        return replace(state, offset=0, positions=(), k=None, v=None)
-    return replace(state, offset=length, positions=((0, length),), k=state.k[:, :length], v=state.v[:, :length])
+    return full_state(state.k[:, :length], state.v[:, :length])
 
 
 def _with(state: CacheState, own: CacheState, start: int) -> CacheState:

@@ -31,6 +31,7 @@ COMMANDS = {
     "lm-server": "kvtool.cli.lm_server",
     "recode": "kvtool.cli.recode",
     "fit": "kvtool.cli.fit",
+    "join": "kvtool.cli.join",
     "inspect": "kvtool.cli.inspect",
     "check": "kvtool.cli.check",
     "diff": "kvtool.cli.diff",

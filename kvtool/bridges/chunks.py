@@ -1,0 +1,110 @@
+"""Chunks of caches of one model: put one after another, or cut out.
+
+Keys are turned to their new positions, exactly. What a chunk's rows had attended to is another matter: rows behind others in a join never saw
+those, and rows of a cut saw what was cut off. The beginning of a cache is exact, for its rows saw nothing else.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from formats.errors import IncompatibleError
+from kvtool.bridges.pairs import check_layers_of
+from kvtool.bridges.transferring import Source, cached, full_state
+from kvtool.capturing import PREFILL_STEP, Snapshot
+from kvtool.compat import short
+from kvtool.model import LoadedModel
+from kvtool.snapshot import build_caches, take_states
+from kvtool.states import CacheState
+
+
+def join(sources: Sequence[Source], model: LoadedModel, recompute: int = 0) -> Snapshot:
+    """Caches one after another, as of the texts one after another.
+
+    Args:
+        sources: of this very model, at least one.
+        model: that computed them.
+        recompute: first tokens of each later chunk that the model runs anew, over all that stands before them.
+
+    Returns:
+        Snapshot; rows of later chunks, but for those run anew, have not seen the chunks before theirs.
+
+    Raises:
+        ValueError: no source, or a negative number.
+        IncompatibleError: another model's, or layers without full attention.
+    """
+    if not sources or recompute < 0:
+        raise ValueError(f"[join] there must be a file, and recompute at least 0, but got {len(sources)} files and {recompute}.")
+    probes = check_layers_of(model)
+    for source in sources:
+        _check(source, model)
+    tokens = list(sources[0].tokens[: sources[0].length])
+    states = [full_state(*cached(mx.array(sources[0].rows(i)), probe)) for i, probe in enumerate(probes)]
+    ran = 0
+    for source in sources[1:]:
+        chunk = list(source.tokens[: source.length])
+        anew = min(recompute, len(chunk))
+        states = _run(states, model, chunk[:anew])
+        ran += anew
+        first = len(tokens) + anew
+        for i, probe in enumerate(probes):
+            k, v = cached(mx.array(source.rows(i)[anew:]), probe, first)
+            states[i] = _appended(states[i], k, v)
+        tokens += chunk
+    step: dict[str, Any] = {"step": "join", "chunks": [source.length for source in sources], "recomputed": ran}
+    step["note"] = f"{len(sources)} chunks, of which later ones have not seen earlier ones; {ran} tokens at their beginnings recomputed"
+    history = tuple(entry for source in sources for entry in source.history)
+    return Snapshot(model.info, tuple(tokens), len(tokens), tuple(states), probes, (*history, *([step] if len(sources) > 1 else [])))
+
+
+def cut(source: Source, model: LoadedModel, start: int, stop: int) -> Snapshot:
+    """Tokens start to stop of a cache, moved to position 0.
+
+    Args:
+        source: of this very model.
+        start, stop: which tokens; a beginning (start 0) is exact.
+
+    Raises:
+        ValueError: no such tokens.
+        IncompatibleError: another model's, or layers without full attention.
+    """
+    if not 0 <= start < stop <= source.length:
+        raise ValueError(f"[cut] tokens must be within 0 to {source.length} and at least one, but got {start} to {stop}.")
+    probes = check_layers_of(model)
+    _check(source, model)
+    states = tuple(full_state(*cached(mx.array(source.rows(i)[start:stop]), probe)) for i, probe in enumerate(probes))
+    history = source.history
+    if start:
+        note = f"rows of tokens {start} to {stop} have seen the {start} before them, which are gone"
+        history = (*history, {"step": "cut", "tokens": [start, stop], "note": note})
+    return Snapshot(model.info, tuple(source.tokens[start:stop]), stop - start, states, probes, history)
+
+
+def _check(source: Source, model: LoadedModel) -> None:
+    if source.model.weights is None or (source.model.weights, source.model.tokenizer) != (model.info.weights, model.info.tokenizer):
+        raise IncompatibleError(
+            f"computed by {source.model.name} with weights {short(source.model.weights)}, not by {model.info.name} with "
+            f"{short(model.info.weights)}",
+            hint="chunks go together in the model that computed them; kvtool recode --to-model, with a map, brings one over",
+        )
+
+
+def _run(states: Sequence[CacheState], model: LoadedModel, tokens: Sequence[int]) -> list[CacheState]:
+    """The states after the model has run tokens on them."""
+    if not tokens:
+        return list(states)
+    caches: list[Any] = build_caches(states)
+    for start in range(0, len(tokens), PREFILL_STEP):
+        model.model(mx.array(list(tokens[start : start + PREFILL_STEP]))[None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return list(take_states(caches, length=states[0].offset + len(tokens)))
+
+
+def _appended(state: CacheState, k: mx.array, v: mx.array) -> CacheState:
+    if state.k is None or state.v is None:
+        return full_state(k, v)
+    assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array)
+    whole = full_state(mx.concatenate([state.k, k], axis=1), mx.concatenate([state.v, v], axis=1))
+    mx.eval(whole.k, whole.v)
+    return whole
