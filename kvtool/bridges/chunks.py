@@ -1,7 +1,7 @@
 """Chunks of caches of one model: put one after another, or cut out.
 
-Keys are turned to their new positions, exactly. What a chunk's rows had attended to is another matter: rows behind others in a join never saw
-those, and rows of a cut saw what was cut off. The beginning of a cache is exact, for its rows saw nothing else.
+Keys are turned to their new positions, exactly. What a chunk's rows had attended to is another matter: rows behind others in a join never
+saw those, and rows of a cut saw what was cut off. The beginning of a cache is exact, for its rows saw nothing else.
 """
 
 from collections.abc import Sequence
