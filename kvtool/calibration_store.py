@@ -1,6 +1,6 @@
 """Where calibrations are kept: a folder of files named by their digests. Needs no MLX.
 
-$KVTOOL_CALIBRATIONS, else ~/.cache/kvtool/calibrations ($XDG_CACHE_HOME/kvtool/calibrations where that is set).
+$KVTOOL_CALIBRATIONS, else `calibrations` in the folder of `kvtool.cache_folder`.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from pathlib import Path
 from formats.atomic import atomic_write
 from formats.calibration import CalibrationFile, digest_of, from_bytes, read_calibration, read_model
 from formats.errors import DigestError, KVError
+from kvtool.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +25,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 def folder() -> Path:
     """The store's folder; it may not exist yet."""
     given = os.environ.get("KVTOOL_CALIBRATIONS")
-    if given:
-        return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "kvtool" / "calibrations"
+    return Path(given) if given else cache_folder() / "calibrations"
 
 
 def put(data: bytes) -> Path:

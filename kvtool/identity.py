@@ -6,7 +6,7 @@ tokenizer  blake3 over the sorted vocabulary and the ids it gives to a fixed set
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from formats.errors import IncompatibleError
+from kvtool.identity_cache import remembered
 
 # Strings that exercise digits, spaces, case, punctuation, code, accents and scripts: an edit of merges or rules shows in their ids.
 TOKENIZER_PROBES = (
@@ -27,7 +28,7 @@ TOKENIZER_PROBES = (
 
 
 def weights_digest(folder: Path) -> str:
-    """blake3 (hex) over every tensor of the model's weight files.
+    """blake3 (hex) over every tensor of the model's weight files, remembered while none of them changes (`kvtool.identity_cache`).
 
     Args:
         folder: a model directory with `model*.safetensors`.
@@ -39,6 +40,10 @@ def weights_digest(folder: Path) -> str:
         raise IncompatibleError(
             "no model*.safetensors, so the model has no identity", path=str(folder), hint="give a directory that mlx-lm can load"
         )
+    return remembered(files, lambda: _digest(files))
+
+
+def _digest(files: Sequence[Path]) -> str:
     entries = sorted(entry for path in files for entry in _tensor_digests(path))
     total = blake3()
     for name, dtype, shape, digest in entries:
