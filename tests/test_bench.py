@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from kvtool.bench import attending, coding, filing, measuring, oracle, shaped, sharing
+from kvtool.bench.machine import native_line
 from kvtool.bench.measuring import Case, Checked, Prepared, Row, copy_bandwidth, measure, timed
 from kvtool.bench.rows import BASE, Size, blocks, head_rows, plan_of, rows
 from kvtool.cli import run
 from kvtool.cli.bench import FAMILIES
 from kvtool.probe import probe_model
 from tests import oracles
-from veloxquant_mlx import metal
+from veloxquant_mlx import metal, native
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs.affine import Affine
 from veloxquant_mlx.codecs.rvq import Rvq
@@ -314,9 +315,31 @@ def test_commands_make_their_rows_alone(whole: tuple[dict[str, Any], Path]) -> N
 def test_text_says_what_it_ran_on() -> None:
     code, text = bench("recode", "--shape", "1,2,2,8,64", "--seconds", "0", "--repro")
     assert code == 0
-    for part in ("back end cpu", "load average", "BLAS", "mlx-lm", "copy of a large array", "quartiles", "crosskv_rope_recode float32"):
+    for part in (
+        "back end cpu",
+        f"native back end: {native_line()}",
+        "load average",
+        "BLAS",
+        "mlx-lm",
+        "copy of a large array",
+        "quartiles",
+        "crosskv_rope_recode float32",
+    ):
         assert part in text
     assert text.count("kvtool bench recode --shape 1,2,2,8,64 --seconds 0 --seed 1 --only") == 3
+
+
+@pytest.mark.skipif(not native.available(), reason="the native back end is not here")
+def test_rows_say_whether_the_native_back_end_took_part() -> None:
+    args = ("attend", "encode", "--shape", SHAPE, "--codec", "rvq-4")
+    here = f"native {native.level()}"
+    assert native_line() == f"{native.level()}, {native.threads()} threads"
+    on = {row["name"]: row["backend"] for row in report(*args)["rows"] if row["skipped"] is None}
+    assert (on["rvq-4: codes"], on["rvq-4"], on["sdpa float32"], on["pack 2 bits"]) == (here, here, "cpu", "cpu")
+    blocks.cache_clear()
+    with native.without():
+        assert native_line() == "switched off"
+        assert {row["backend"] for row in report(*args)["rows"] if row["skipped"] is None} == {"cpu"}
 
 
 @pytest.mark.parametrize(

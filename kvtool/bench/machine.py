@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvtool.blas import loaded_openblas
+from veloxquant_mlx import native
 from veloxquant_mlx.metal._backend import backend
 
 PACKAGES = ("kvtool", "mlx", "mlx-lm", "numpy", "torch")
@@ -24,12 +25,22 @@ def machine() -> dict[str, Any]:
         "processor": processor(),
         "device": str(mx.device_info().get("device_name", "unknown")),
         "backend": backend(),
+        "native": native_line(),
         "cores": os.cpu_count(),
         "load": tuple(round(x, 2) for x in os.getloadavg()),
         "blas": blas(),
         "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "all"),
         "versions": {name: found for name in PACKAGES if (found := _version(name))} | {"python": platform.python_version()},
     }
+
+
+def native_line() -> str:
+    """The native back end's SIMD level and threads, or why it does nothing."""
+    if not native.built():
+        return "not built"
+    if backend() != "cpu":
+        return "not used"
+    return f"{native.level()}, {native.threads()} threads" if native.available() else "switched off"
 
 
 def blas() -> str:

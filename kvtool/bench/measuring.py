@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvtool.bench.machine import machine
+from veloxquant_mlx import native
 from veloxquant_mlx.metal._backend import backend
 
 SAMPLE = 0.002  # seconds that one sample takes at least: a clock and a launch are then of little account
@@ -97,7 +98,7 @@ class Row:
     """What is known of a case.
 
     Attributes:
-        family, name, backend, device: of the case.
+        family, name, device: of the case; backend: too, or "native LEVEL" where the native back end took part in a call.
         checked: what its result was compared with; error and limit: of that.
         problem: what is wrong, or None; skipped: why it did not run, or None. Nothing is timed with either.
         runs: timed samples; calls: a sample.
@@ -235,8 +236,11 @@ def measure(case: Case, command: str, seconds: float, copy: float) -> Row:
         prepared = case.prepare()
         if prepared.before is not None:
             prepared.before()
+        before = native.calls()
         result = prepared.run()
         mx.eval(arrays(result))
+        if case.backend is None and native.calls() != before:
+            row = replace(row, backend=f"native {native.level()}")
         checked = prepared.check(result)
         row = replace(row, checked=checked.against, error=checked.error, limit=checked.limit, problem=checked.problem)
         if row.problem is not None:

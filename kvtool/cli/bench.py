@@ -198,6 +198,7 @@ def as_text(report: "Report", repro: bool = False) -> str:
         f"{about['date']}  {about['system']} {about['architecture']}, {about['processor'] or about['device']}",
         f"back end {about['backend']}, device {about['device']}, {about['cores']} cores, load average {load}, "
         f"after it {', '.join(f'{x:g}' for x in report.load_after)}",
+        f"native back end: {about['native']}",
         f"BLAS {about['blas']} ({about['blas_threads']} threads); "
         + ", ".join(f"{name} {found}" for name, found in about["versions"].items()),
         f"copy of a large array: {report.copy:.4g} GB/s, read and written; `of it` is a row's share of that",

@@ -23,6 +23,7 @@ _BUILT = importlib.util.find_spec("veloxquant_mlx.native._native") is not None
 if _BUILT:
     from veloxquant_mlx.native import _native
 
+_calls = 0
 _off: ContextVar[bool] = ContextVar("native_off", default=os.environ.get("KVTOOL_SIMD") == "none")
 
 
@@ -47,8 +48,15 @@ def without() -> Iterator[None]:
 
 
 def extension() -> Any:
-    """The compiled module."""
+    """The compiled module, to call: counted in `calls`."""
+    global _calls
+    _calls += 1
     return _native
+
+
+def calls() -> int:
+    """How often this process has turned to the extension for work: whether a call made between two counts did."""
+    return _calls
 
 
 def levels() -> list[str]:
@@ -163,13 +171,13 @@ def attend(
         ValueError: sizes that do not fit.
     """
     table = None if angles is None else shared(angles)
-    out, lse = _native.attend(shared(mx.contiguous(q)), k, v, k_from, v_from, count, *seen, table, rope_first)
+    out, lse = extension().attend(shared(mx.contiguous(q)), k, v, k_from, v_from, count, *seen, table, rope_first)
     return mx.array(out), mx.array(lse)
 
 
 def decoded(stored: "_native.Stored", start: int, stop: int) -> np.ndarray:
     """Rows start to stop, (H, n, D) float32: `codecs._reading.RowReader.decoded` to float32 rounding."""
-    return _native.decode(stored, start, stop - start)
+    return extension().decode(stored, start, stop - start)
 
 
 def stored(shape: tuple[int, int, int]) -> "_native.Stored":
