@@ -26,7 +26,7 @@ from veloxquant_mlx.native.mapped import Mapped
 from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, rotate, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
-NATIVE_ROWS = 64  # queries of a KV head up to which the native back end is used
+NATIVE_ROWS = 256  # queries of a KV head in one call of the native back end: codes are decoded anew for each call
 TILE_STEP = 64  # tokens of a tile are a multiple of it
 MERGED = 8  # blocks whose results are held beside each other
 
@@ -182,8 +182,8 @@ class Block:
         return out, (most + mx.log(total))[..., 0]
 
     def _native(self, q: mx.array, seen: Visibility, column: int) -> tuple[mx.array, mx.array] | None:
-        """`attend` by the native back end, or None where it is not the one to ask: no CPU, another mask or codec, or too many queries."""
-        if not native.available() or backend() != "cpu" or q.shape[1] > NATIVE_ROWS:
+        """`attend` by the native back end, or None where it is not the one to ask: no CPU, or another mask or codec."""
+        if not native.available() or backend() != "cpu":
             return None
         bounds = seen.bounds(column, self.count)
         k, v = (None, None) if bounds is None else (self.k.reader.stored, self.v.reader.stored)
@@ -192,7 +192,12 @@ class Block:
         rope, angles = self.k.rope, None
         if rope is not None:
             q, angles = half_split(q, rope), _angles(rope, self.first, self.stop)
-        return native.attend(q, k, v, self.k_from, self.v_from, self.count, bounds, angles, 0 if rope is None else rope.first)
+        where, turn = (self.k_from, self.v_from, self.count), (angles, 0 if rope is None else rope.first)
+        spans = [slice(at, at + NATIVE_ROWS) for at in range(0, max(q.shape[1], 1), NATIVE_ROWS)]
+        parts = [native.attend(q[:, span], k, v, *where, (bounds[0][span], bounds[1][span]), *turn) for span in spans]
+        if len(parts) == 1:
+            return parts[0]
+        return mx.concatenate([out for out, _ in parts], axis=1), mx.concatenate([lse for _, lse in parts], axis=1)
 
     def _span(self, role: str, start: int, stop: int) -> tuple[int, int]:
         shift = self.k_from if role == "k" else self.v_from

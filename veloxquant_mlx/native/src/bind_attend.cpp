@@ -5,6 +5,7 @@ namespace kvtool {
 namespace {
 
 constexpr int CHUNK = 512;  // tokens that a thread takes at a time: enough that merging their sums is nothing beside making them
+constexpr int ROWS = 64;    // queries from which on chunks are longer, so that their sums take no more memory
 
 // The arrays that a `Rows` points into live as long as it does.
 class Stored {
@@ -131,7 +132,7 @@ std::pair<Out3, Out2> attend(
     if (rope_first < 0 || rope_first + 2 * p.half > k.rows.dim) refuse("angles", "of entries within D", shape(*angles));
   }
   const std::shared_ptr<Pool> threads = the_pool();
-  p.chunk = CHUNK, p.chunks = std::max(1, (count + CHUNK - 1) / CHUNK);
+  p.chunk = CHUNK * std::max(1, rows / ROWS), p.chunks = std::max(1, (count + p.chunk - 1) / p.chunk);
 
   float* out = new float[std::max<size_t>(size_t(heads) * rows * dim_v, 1)];
   Out3 out_array = owned<Out3>(out, {size_t(heads), size_t(rows), size_t(dim_v)});
