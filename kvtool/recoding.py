@@ -343,7 +343,9 @@ class _Recoder:
     def _copy(self, tensor: str, name: str) -> str:
         """Plan the copy of a tensor under a name."""
         stored = self.reader.tensors[tensor]
-        self.encoder.tensors.append(TensorPlan(name, stored.dtype, tuple(stored.shape), lambda: self.reader.array(tensor)))
+        # What was stored as it is stays so: a reader has it as a view of the mapped file.
+        zstd = stored.encoding != "none"
+        self.encoder.tensors.append(TensorPlan(name, stored.dtype, tuple(stored.shape), lambda: self.reader.array(tensor), compress=zstd))
         return name
 
     def _rotated(

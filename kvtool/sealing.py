@@ -43,7 +43,10 @@ def seal(report: EvalReport, model: ModelInfo) -> dict[str, Any]:
     }
     with open_container(report.path) as reader:
         manifest = reader.manifest
-        plans = [TensorPlan(name, t.dtype, tuple(t.shape), partial(reader.array, name)) for name, t in reader.tensors.items()]
+        plans = [
+            TensorPlan(name, t.dtype, tuple(t.shape), partial(reader.array, name), compress=t.encoding != "none")
+            for name, t in reader.tensors.items()
+        ]
         # An older seal of the same model and text says nothing that this one does not.
         kept = tuple(step for step in manifest.quality if not _same(step, entry))
         write_container(report.path, replace(manifest, quality=(*kept, entry)), plans)

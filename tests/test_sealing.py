@@ -50,6 +50,7 @@ def test_the_wrong_text_is_another_one(file: Path, tiny_a: LoadedModel) -> None:
 def test_a_seal_leaves_every_tensor_as_it_was(file: Path, tiny_a: LoadedModel) -> None:
     with open_container(file) as reader:
         before = {name: np.array(reader.array(name)) for name in reader.tensors}
+        stored = {name: tensor.blake3 for name, tensor in reader.tensors.items()}
         told = reader.manifest
     entry = seal(scored(file, tiny_a), tiny_a.info)
     with open_container(file) as reader:
@@ -57,6 +58,7 @@ def test_a_seal_leaves_every_tensor_as_it_was(file: Path, tiny_a: LoadedModel) -
         assert reader.manifest == replace(told, quality=(*told.quality, entry))
         assert before.keys() == reader.tensors.keys()
         assert all(np.array_equal(x, reader.array(name)) for name, x in before.items())
+        assert stored == {name: tensor.blake3 for name, tensor in reader.tensors.items()}
 
 
 def test_sealing_again_replaces_the_same_measurement(file: Path, tiny_a: LoadedModel) -> None:
