@@ -17,16 +17,7 @@ def check_identity(path: str, manifest: Manifest, model: ModelInfo, argument: st
 
     `argument` is what `--to-model` would take for it, for the hint.
     """
-    differ = [
-        f"{field}: file {short(a)}, model {short(b)}"
-        for field, a, b in (
-            ("architecture", manifest.model.architecture, model.architecture),
-            ("weights", manifest.model.weights, model.weights),
-            ("tokenizer", manifest.model.tokenizer, model.tokenizer),
-        )
-        # An unknown digest vouches for nothing.
-        if a != b or a is None
-    ]
+    differ = [f"{field}: file {short(a)}, model {short(b)}" for field, a, b in identity_fields(manifest, model) if a != b or a is None]
     if differ:
         raise IncompatibleError(
             f"computed by {manifest.model.name}, not by {model.name} ({'; '.join(differ)})",
@@ -35,28 +26,47 @@ def check_identity(path: str, manifest: Manifest, model: ModelInfo, argument: st
         )
 
 
+def identity_fields(manifest: Manifest, model: ModelInfo) -> tuple[tuple[str, str | None, str | None], ...]:
+    """(field, the file's, the model's) of who computed a cache. An unknown digest (None) vouches for nothing, not even for another one."""
+    fields = ("architecture", "weights", "tokenizer")
+    return tuple((field, getattr(manifest.model, field), getattr(model, field)) for field in fields)
+
+
 def check_layers(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheProbe]) -> None:
     """Raise IncompatibleError where the file's layer table does not fit the model's, naming the layer and each field that differs."""
+    problems = layer_problems(layers, probes)
     if len(layers) != len(probes):
-        raise IncompatibleError(f"{len(layers)} layers, but the model has {len(probes)}", path=path, hint="the file is of another model")
-    problems = [text for i, (a, b) in enumerate(zip(layers, probes, strict=True)) for text in _differences(f"layer {i}", a, b)]
+        raise IncompatibleError(problems[0], path=path, hint="the file is of another model")
     if problems:
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise IncompatibleError(f"does not fit the model: {'; '.join(problems[:6])}{more}", path=path, hint="the file is of another model")
 
 
+def layer_problems(layers: Sequence[CacheInfo], probes: Sequence[CacheProbe]) -> list[str]:
+    """What does not fit between a file's layer table and a model's: the number of layers, or each field of each layer that differs."""
+    if len(layers) != len(probes):
+        return [f"{len(layers)} layers, but the model has {len(probes)}"]
+    return [text for i, (a, b) in enumerate(zip(layers, probes, strict=True)) for text in _differences(f"layer {i}", a, b)]
+
+
 def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo, argument: str) -> None:
     """Raise IncompatibleError where keys are rotated otherwise than the model rotates them, naming the first layer and each field."""
-    name = model.name
+    for text in rope_problems(reader, probes, model):
+        layer, _, problem = text.partition(": ")
+        raise IncompatibleError(
+            f"{layer}: keys are rotated otherwise than in {model.name}: {problem}",
+            path=reader.path,
+            hint=f"kvtool recode {shlex.quote(reader.path)} -o OUT.kv --to-model {shlex.quote(argument)}",
+        )
+
+
+def rope_problems(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo) -> Iterator[str]:
+    """The layers, of tables that fit, whose keys are rotated otherwise than the model rotates them, with the fields that differ."""
     same_weights = model.weights is not None and reader.manifest.model.weights == model.weights
     for i, (layer, probe) in enumerate(zip(reader.manifest.layers, probes, strict=True)):
         problem = _rope_difference(reader, layer, probe, same_weights)
         if problem is not None:
-            raise IncompatibleError(
-                f"layer {i}: keys are rotated otherwise than in {name}: {problem}",
-                path=reader.path,
-                hint=f"kvtool recode {shlex.quote(reader.path)} -o OUT.kv --to-model {shlex.quote(argument)}",
-            )
+            yield f"layer {i}: {problem}"
 
 
 def _rope_difference(reader: Reader, layer: CacheInfo, probe: CacheProbe, same_weights: bool) -> str | None:

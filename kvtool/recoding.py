@@ -119,6 +119,13 @@ def recode(
         return replace(report, codec="as stored" if plan is None else report.codec, cache_bytes=cache_bytes, fp16_bytes=2 * values)
 
 
+def check_recode(archive: Archive, model: LoadedModel) -> None:
+    """Raise IncompatibleError where `recode` of this file to a model would, before anything is read."""
+    job = _Recoder(archive, None, None, 0)
+    for i, (info, probe) in enumerate(zip(archive.manifest.layers, _fit(archive, model), strict=True)):
+        job.sources(str(i), info, probe)
+
+
 def _fit(archive: Archive, model: LoadedModel) -> tuple[CacheProbe, ...]:
     """The target's layer table, after checking that the file's layers and tokenizer fit it."""
     probes = probe_model(model.model)

@@ -33,6 +33,7 @@ COMMANDS = {
     "fit": "kvtool.cli.fit",
     "join": "kvtool.cli.join",
     "inspect": "kvtool.cli.inspect",
+    "explain": "kvtool.cli.explain",
     "check": "kvtool.cli.check",
     "diff": "kvtool.cli.diff",
     "eval": "kvtool.cli.eval",

@@ -1,0 +1,227 @@
+"""Why a file fits a model or not: each field of its identity beside the model's, and what bridges the difference.
+
+    identical     import takes the file as it is
+    calibration   it would, were the calibration here that the file was coded with
+    recode        the same weights; keys rotated otherwise, or at other positions: kvtool recode
+    fine-tune     other weights in the same architecture and shapes, same tokenizer: a fitted map, or the rows as they are
+    other weights the same for another architecture
+    map           other shapes, same tokenizer: a fitted map
+    impossible    another tokenizer, or layers that can be neither rotated nor mapped
+
+The checks are those of import, recode and fit themselves.
+"""
+
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from formats.errors import IncompatibleError
+from formats.manifest import CacheInfo
+from kvtool.archive import Archive
+from kvtool.archive import open as open_archive
+from kvtool.bridges.pairs import check_layers_of
+from kvtool.bridges.transferring import source_of
+from kvtool.calibrations import KINDS, Calibration
+from kvtool.compat import check_rows, identity_fields, layer_problems, rope_problems, short
+from kvtool.model import LoadedModel
+from kvtool.probe import probe_model
+from kvtool.recoding import check_recode
+from veloxquant_mlx.codecs.tc import CARRIED
+
+RECOMPUTE = "first=4,newest=14%"
+UNMEASURED = "what other weights lose is not known before kvtool eval measures it; --seal writes it into the file, for import --require"
+SUMMARIES = {
+    "identical": "import takes the file as it is",
+    "calibration": "import takes the file once the calibration is here that it was coded with",
+    "recode": "the same weights, but keys rotated otherwise or at other positions: a recode rotates them",
+    "fine-tune": "other weights in the same architecture and shapes, same tokenizer: the rows carry over with a loss",
+    "other weights": "other weights and architecture in the same shapes, same tokenizer: the rows carry over with a loss",
+    "map": "other shapes, same tokenizer: a fitted map carries the rows over with a loss",
+    "impossible": "nothing carries this cache over: run the prompt again",
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a file's identity beside the model's.
+
+    Attributes:
+        name: architecture, weights, tokenizer, dtype, token ids, layers, RoPE, positions or calibration.
+        same: whether it fits; None where that could not be compared.
+        blocks: whether import refuses a file over it.
+        differences: what differs, with both values.
+    """
+
+    name: str
+    same: bool | None
+    blocks: bool
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a file stands to a model.
+
+    Attributes:
+        path: the file.
+        computed_by, model: names.
+        verdict: a key of `SUMMARIES`, whose text is `summary`.
+        accepted: whether import takes the file as it is.
+        fields: each field of the identity.
+        reasons: why a bridge is not open.
+        commands: what to run, one after the other, for the best bridge.
+        instead: other ways, each complete.
+        notes: what to know of them.
+    """
+
+    path: str
+    computed_by: str
+    model: str
+    verdict: str
+    summary: str
+    accepted: bool
+    fields: tuple[Field, ...]
+    reasons: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def explain(
+    source: str | os.PathLike[str], model: LoadedModel, *, calibration: str | os.PathLike[str] | Calibration | None = None
+) -> Explanation:
+    """How a file stands to a model, and what bridges the difference. Reads the file's header alone.
+
+    Args:
+        source: a kvtool file.
+        model: the model that would go on.
+        calibration: as in `load`.
+    Raises:
+        FormatError, IntegrityError: what is wrong with the file, by name.
+    """
+    with open_archive(source, calibration=calibration) as archive:
+        return _Explainer(archive, model).explain()
+
+
+class _Explainer:
+    def __init__(self, archive: Archive, model: LoadedModel) -> None:
+        self.archive, self.model = archive, model
+        self.probes = probe_model(model.model)
+        self.theirs, self.ours = archive.manifest.model, model.info
+        self.shift = 0
+
+    def explain(self) -> Explanation:
+        fields = self._fields()
+        refused = _refusal(lambda: self.archive.check(self.model))
+        verdict, reasons = self._verdict(fields, refused)
+        commands, instead, notes = self._ways(verdict, reasons)
+        path, names = self.archive.path, (self.theirs.name, self.ours.name)
+        accepted = verdict == "identical"
+        return Explanation(path, *names, verdict, SUMMARIES[verdict], accepted, fields, tuple(reasons), commands, instead, notes)
+
+    def _fields(self) -> tuple[Field, ...]:
+        archive, manifest = self.archive, self.archive.manifest
+        fields = [
+            _field(name, [] if a == b and a is not None else [f"file {_shown(name, a)}, model {_shown(name, b)}"])
+            for name, a, b in identity_fields(manifest, self.ours)
+        ]
+        same_dtype = self.theirs.dtype == self.ours.dtype
+        dtypes = () if same_dtype else (f"file {self.theirs.dtype or 'as stored'}, model {self.ours.dtype or 'as stored'}; rows are cast",)
+        fields.append(Field("dtype", same_dtype, False, dtypes))
+        fields.append(_field("token ids", _texts(_refusal(lambda: archive.check_tokens(self.model)))))
+        layers = layer_problems(manifest.layers, self.probes)
+        fields.append(_field("layers", layers))
+        if layers:
+            fields += [Field(name, None, True, ("not compared: the layers do not fit",)) for name in ("RoPE", "positions")]
+        else:
+            fields.append(_field("RoPE", list(rope_problems(archive.reader, self.probes, self.ours))))
+            moved = _refusal(lambda: check_rows(archive.path, manifest.layers, self.probes, archive.length))
+            self.shift = 0 if moved is None else _shift(manifest.layers, archive.length)
+            fields.append(_field("positions", _texts(moved)))
+        fields.append(_field("calibration", [text for text in map(self._absent, self._calibrations()) if text is not None]))
+        return tuple(fields)
+
+    def _calibrations(self) -> list[str]:
+        named = [codec.params.get("tables") for codec in self.archive.manifest.codecs if codec.id in KINDS]
+        return [digest for digest in dict.fromkeys(named) if isinstance(digest, str) and digest != CARRIED]
+
+    def _absent(self, digest: str) -> str | None:
+        return _refusal(lambda: self.archive.decoder.shelf.get(digest, self.theirs.name))
+
+    def _verdict(self, fields: tuple[Field, ...], refused: str | None) -> tuple[str, list[str]]:
+        """The verdict, and why bridges before it are not open."""
+        differ = {field.name for field in fields if field.same is False}
+        if refused is None:
+            return ("calibration" if "calibration" in differ else "identical"), []
+        if "tokenizer" in differ or "token ids" in differ:
+            return "impossible", ["caches move only between models that share a tokenizer, and token ids that both have"]
+        recode = _refusal(lambda: check_recode(self.archive, self.model))
+        mapped = self._map_refusal()
+        if recode is None and "weights" not in differ:
+            return "recode", []
+        reasons = [f"{label}: {text}" for label, text in (("recode", recode), ("map", mapped)) if text is not None]
+        if recode is None:
+            return ("other weights" if "architecture" in differ else "fine-tune"), reasons
+        return ("map" if mapped is None else "impossible"), reasons
+
+    def _map_refusal(self) -> str | None:
+        return _refusal(lambda: source_of(self.archive)) or _refusal(lambda: check_layers_of(self.model))
+
+    def _ways(self, verdict: str, reasons: list[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Commands, other ways, and what to know of them."""
+        path, name = self.archive.path, self.model.argument
+        recode = ["kvtool", "recode", path, "-o", "OUT.kv", "--to-model", name]
+        if self.shift:
+            recode += ["--shift", str(-self.shift)]
+        measure = shlex.join(["kvtool", "eval", "OUT.kv", "--model", name, "--text", "rest.txt", "--seal"])
+        notes = [f"{text}: recode and eval take it as --calibration FILE" for text in map(self._absent, self._calibrations()) if text]
+        if verdict == "identical":
+            return (shlex.join(["kvtool", "import", path, "--model", name]),), (), ()
+        if verdict == "calibration":
+            return (f"{shlex.join(['kvtool', 'import', path, '--model', name])} --calibration FILE",), (), tuple(notes)
+        if verdict == "impossible":
+            return (), (), ()
+        if verdict == "recode":
+            notes.insert(0, "keys are rotated exactly; what else another rotation would have changed in the rows, kvtool eval measures")
+            return (shlex.join(recode), measure), (), tuple(notes)
+        notes = [UNMEASURED, *notes]
+        blocked = {text.partition(":")[0] for text in reasons}
+        if "map" in blocked:
+            return (shlex.join(recode), measure), (), tuple(notes)
+        fit = shlex.join(["kvtool", "fit", self.theirs.name, name, "-o", "MAP.safetensors"])
+        across = shlex.join([*recode, "--map", "MAP.safetensors", "--recompute", RECOMPUTE])
+        notes.insert(0, f"kvtool fit takes {self.theirs.name!r} as the file names it: give the folder or repository of that model")
+        return (fit, across, measure), (() if "recode" in blocked else (shlex.join(recode),)), tuple(notes)
+
+
+def _field(name: str, differences: list[str]) -> Field:
+    return Field(name, not differences, True, tuple(differences))
+
+
+def _shown(name: str, value: str | None) -> str:
+    return str(value) if name == "architecture" else short(value)
+
+
+def _texts(problem: str | None) -> list[str]:
+    return [] if problem is None else [problem]
+
+
+def _refusal(check: Callable[[], object]) -> str | None:
+    """Why a check refuses, or None."""
+    try:
+        check()
+    except IncompatibleError as error:
+        return error.what
+    return None
+
+
+def _shift(layers: tuple[CacheInfo, ...], length: int) -> int:
+    """How far the rows stand from where a live cache would have them."""
+    for info in layers:
+        if info.positions:
+            return info.offset - length
+        inner = _shift(info.caches, length)
+        if inner:
+            return inner
+    return 0
