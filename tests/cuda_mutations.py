@@ -38,7 +38,7 @@ CUDA_MUTATIONS = (
     ),
     Mutation("rabitq_fused_attend", "decode: splits overlap", "min(each * (int", "min(each + each * (int", ("decode: three splits",)),
     Mutation("rabitq_pack_values", "nibbles swapped", "code << (bit - start)", "code << (4 - (bit - start))", ("two", "in-range")),
-    Mutation("rabitq_encode", "zero is negative", "v[r] >= 0.0f", "v[r] > 0.0f", ("d128-integers",)),
+    Mutation("rabitq_encode", "zero is negative", "v[c][e] >= 0.0f", "v[c][e] > 0.0f", ("d128-integers",)),
     Mutation("rabitq_prefill_attend", "highest bit first", "(byte >> e) & 1", "(byte >> (7 - e)) & 1", ("one-query",)),
     Mutation("scalar_fused_decode_attend", "zero subtracted", "scale[e], zero[e])", "scale[e], -zero[e])", ("prime",)),
     Mutation(

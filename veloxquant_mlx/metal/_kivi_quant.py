@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, message, require
-from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.metal._kernel import Kernel, Template, dims
 
 MAX_LEVELS = (1 << 24) - 1  # codes are float32 integers while they are in flight
 SMALLEST_EPS = 2.0**-126  # the smallest normal float32: a smaller floor may be flushed to zero
@@ -19,6 +19,7 @@ THREADS = 256
 SIMD = 32
 GROUPS_PER_BLOCK = THREADS // SIMD
 MAX_SIMDGROUPS = 1 << 13  # beyond, a SIMD-group takes several groups in turn
+MAX_OCTET_WARPS = 1 << 15
 
 _COLUMNS = Kernel(
     name="kivi_group_columns",
@@ -39,6 +40,36 @@ _ROWS = Kernel(
     affine_rows(x, params, dims, out, thread / 32, thread % 32);
     """,
 )
+# 16-bit elements on CUDA, 16 bytes at a time, a group once through registers; memory that is not aligned takes the general text, in turns.
+_COLUMN_OCTETS = Kernel(
+    name="kivi_group_column_octets",
+    inputs=("x", "params", "dims"),
+    outputs=("out",),
+    sources=("affine",),
+    metal="",
+    cuda="""
+    const unsigned thread_ = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    if (!affine_column_octets<ROWS>(x, params, dims, out, thread_ / 32, thread_ % 32)) {
+      const unsigned columns = unsigned(dims[0]) * unsigned((dims[1] + dims[3] - 1) / dims[3]) * unsigned(dims[2]);
+      for (unsigned i = thread_; i < columns; i += threads) affine_columns(x, params, dims, out, i);
+    }
+    """,
+)
+_ROW_OCTETS = Kernel(
+    name="kivi_group_row_octets",
+    inputs=("x", "params", "dims"),
+    outputs=("out",),
+    sources=("affine",),
+    metal="",
+    cuda="""
+    const unsigned thread_ = blockIdx.x * blockDim.x + threadIdx.x;
+    if (!affine_row_octets<LANES>(x, params, dims, out, thread_, gridDim.x * blockDim.x)) {
+      affine_rows(x, params, dims, out, thread_ / 32, thread_ % 32);
+    }
+    """,
+)
+OCTET_ROWS = (2, 4, 8, 16)  # of a lane: groups of up to 8 times as many tokens
+OCTET_GROUPS = (16, 32, 64, 128, 256)  # channels
 
 
 def kivi_group_quant_dequant(x: mx.array, axis: int, group_size: int, levels: int, eps: float = 1e-8) -> mx.array:
@@ -80,7 +111,17 @@ def kivi_group_quant_dequant(x: mx.array, axis: int, group_size: int, levels: in
     params = mx.array([levels, eps], dtype=mx.float32)
     groups = -(-x.shape[axis] // group_size)
     outer, length, inner = x.size // (x.shape[-2] * x.shape[-1]), x.shape[-2], x.shape[-1]
-    if axis == -2:
+    octets = backend() == "cuda" and x.itemsize == 2 and inner % 8 == 0
+    template: Template = ()
+    if octets and axis == -2 and 8 < group_size <= 8 * OCTET_ROWS[-1]:
+        warps = outer * groups * -(-inner // SIMD)
+        kernel, sizes, threads = _COLUMN_OCTETS, dims(outer, length, inner, group_size), warps * SIMD
+        template = (("ROWS", next(rows for rows in OCTET_ROWS if group_size <= 8 * rows)),)
+    elif octets and axis == -1 and group_size in OCTET_GROUPS and inner % group_size == 0:
+        simdgroups = min(-(-x.size // (8 * THREADS)) * GROUPS_PER_BLOCK, MAX_OCTET_WARPS)
+        kernel, sizes, threads = _ROW_OCTETS, dims(outer * length, inner, group_size, simdgroups), simdgroups * SIMD
+        template = (("LANES", group_size // 8),)
+    elif axis == -2:
         kernel, sizes, threads = _COLUMNS, dims(outer, length, inner, group_size), outer * groups * inner
     elif group_size < SIMD // 2:  # most lanes would idle
         kernel, sizes, threads = _COLUMNS, dims(outer * length, inner, 1, group_size), outer * length * groups
@@ -89,6 +130,7 @@ def kivi_group_quant_dequant(x: mx.array, axis: int, group_size: int, levels: in
         kernel, sizes, threads = _ROWS, dims(outer * length, inner, group_size, simdgroups), simdgroups * SIMD
     (out,) = kernel(
         [x, params, sizes],
+        template=template,
         grid=(-(-threads // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[x.shape],

@@ -14,7 +14,8 @@ from veloxquant_mlx.metal._kernel import Kernel, dims
 MAX_D = 1024
 THREADS = 128  # of a threadgroup: four SIMD-groups, each with its own rows
 
-# A SIMD-group holds one row, or 32 / D rows where D < 32. Rows past the end compute on the last row and store nothing.
+# Metal: a SIMD-group holds one row, or 32 / D rows where D < 32. CUDA: a lane holds 8 consecutive elements, so that it loads 16 bytes and
+# stores one; a warp has 1024 elements in flight. Rows past the end compute on the last row and store nothing.
 ENCODE = Kernel(
     name="rabitq_encode",
     inputs=("keys", "diag", "dims"),
@@ -34,17 +35,36 @@ ENCODE = Kernel(
     if (row <= last && lane % W == 0) k_mag[row] = size;
     """,
     cuda="""
-    constexpr int W = D < 32 ? D : 32, R = D / W;
-    const uint32_t lane = threadIdx.x % 32;
-    const int row = int((blockIdx.x * blockDim.x + threadIdx.x) / 32) * (32 / W) + int(lane / W), last = dims[0] - 1;
-    const T* key = keys + size_t(min(row, last)) * D;
-    float v[R], size = 0.0f;
-    for (int r = 0; r < R; r++) v[r] = float(key[32 * r + lane % W]) * diag[32 * r + lane % W];
-    kvtool::hadamard<D>(v, lane);
-    for (int r = 0; r < R; r++) size += fabsf(v[r]);
-    for (int r = 0; r < R; r++) kvtool::pack_lanes<W>(v[r] >= 0.0f, k_bits + size_t(row) * (D / 8) + 4 * r, lane, row <= last);
-    size = kvtool::row_sum<W>(size) / (float(D) * sqrtf(float(D)));
-    if (row <= last && lane % W == 0) k_mag[row] = size;
+    constexpr int C = D > 256 ? D / 256 : 1, W = D < 256 ? D / 8 : 32, ROWS = 32 / W, TURNS = 4 / C;
+    const uint32_t lane = threadIdx.x % 32, octet = lane % W;
+    const int first = int((blockIdx.x * blockDim.x + threadIdx.x) / 32) * (ROWS * TURNS) + int(lane / W), last = dims[0] - 1;
+    const bool aligned = kvtool::starts_at_16(keys);
+    kvtool::Run<8, T> key[TURNS][C];
+    for (int t = 0; t < TURNS; t++) {
+      for (int c = 0; c < C; c++) key[t][c].load(keys + size_t(min(first + t * ROWS, last)) * D + 256 * c + 8 * octet, aligned);
+    }
+    float sign[C][8];
+    for (int c = 0; c < C; c++) {
+      for (int e = 0; e < 8; e++) sign[c][e] = diag[256 * c + 8 * octet + e];
+    }
+    for (int t = 0; t < TURNS; t++) {
+      const int row = first + t * ROWS;
+      float v[C][8], size = 0.0f;
+      for (int c = 0; c < C; c++) {
+        for (int e = 0; e < 8; e++) v[c][e] = key[t][c][e] * sign[c][e];
+      }
+      kvtool::hadamard_octets<D>(v, lane);
+      for (int c = 0; c < C; c++) {
+        uint32_t byte = 0;
+        for (int e = 0; e < 8; e++) {
+          byte |= v[c][e] >= 0.0f ? 1u << e : 0u;
+          size += fabsf(v[c][e]);
+        }
+        if (row <= last) k_bits[size_t(row) * (D / 8) + 32 * c + octet] = uint8_t(byte);
+      }
+      size = kvtool::row_sum<W>(size) / (float(D) * sqrtf(float(D)));
+      if (row <= last && octet == 0) k_mag[row] = size;
+    }
     """,
 )
 
@@ -76,10 +96,11 @@ def rabitq_encode(keys: mx.array, diag: mx.array) -> tuple[mx.array, mx.array]:
         return mx.zeros((0, width // 8), mx.uint8), mx.zeros((0,), mx.float32)
     if backend() == "cpu":
         return _ops(keys, diag)
+    rows_of_warp = max(1, 1024 // width) if backend() == "cuda" else max(1, 32 // width)
     k_bits, k_mag = ENCODE(
         [keys, diag.astype(mx.float32), dims(rows)],
         template=[("T", keys.dtype), ("D", width)],
-        grid=(32 * -(-rows // max(1, 32 // width)), 1, 1),
+        grid=(32 * -(-rows // rows_of_warp), 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(rows, width // 8), (rows,)],
         output_dtypes=[mx.uint8, mx.float32],

@@ -13,6 +13,7 @@ from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, power_o
 from veloxquant_mlx.metal._kernel import Kernel, dims
 
 THREADS = 256
+CUDA_WORDS = {1: 1, 2: 2, 3: 2, 4: 4}  # of each stage in a thread, by bits: 64 bytes of float16, or nearly
 MAX_DIM = 1024
 
 
@@ -50,10 +51,11 @@ def rvq_quant_pack(
     if backend() == "cpu" or rows == 0:
         return _ops(rotated, centroids1, boundaries1, boundaries2, bits)
     words = words_per_row(dim, bits)
+    per_thread = CUDA_WORDS[bits] if backend() == "cuda" else 1
     packed1, packed2 = _kernel(
         (rotated, *(table.astype(mx.float32) for table in (centroids1, boundaries1, boundaries2)), dims(rows, dim)),
         template=(("T", rotated.dtype), ("R", mx.result_type(rotated, centroids1)), ("BITS", bits)),
-        grid=(-(-rows * words // THREADS) * THREADS, 1, 1),
+        grid=(-(-rows * words // (THREADS * per_thread)) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=((rows, words), (rows, words)),
         output_dtypes=(mx.uint32, mx.uint32),
@@ -68,6 +70,7 @@ def _ops(rotated: mx.array, centroids1: mx.array, boundaries1: mx.array, boundar
 
 
 _ARGUMENTS = "rotated, centroids1, boundaries1, boundaries2, packed1, packed2, dims[0], dims[1]"
+_WORDS = ", ".join(str(CUDA_WORDS[bits]) for bits in sorted(CUDA_WORDS))
 
 _kernel = Kernel(
     name="rvq_quant_pack",
@@ -75,5 +78,9 @@ _kernel = Kernel(
     outputs=("packed1", "packed2"),
     sources=("nearest", "rotate", "scalar"),
     metal=f"kvtool::rvq_pack_word<BITS, R>({_ARGUMENTS}, thread_position_in_grid.x);",
-    cuda=f"kvtool::rvq_pack_word<BITS, R>({_ARGUMENTS}, blockIdx.x * blockDim.x + threadIdx.x);",
+    cuda=f"""
+    __shared__ float table[48];
+    constexpr int WORDS[] = {{{_WORDS}}};
+    kvtool::rvq_pack_words<BITS, WORDS[BITS - 1], R>({_ARGUMENTS}, table);
+    """,
 )
