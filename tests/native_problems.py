@@ -3,6 +3,7 @@
 Nothing here needs the extension: a `Recorder` stands where its `Stored` would.
 """
 
+import os
 import struct
 import subprocess
 from collections.abc import Callable, Sequence
@@ -140,7 +141,9 @@ def run(folder: Path, cases: Sequence[Case], level: str, command: Sequence[str])
     """Results of all cases, checked."""
     given, result = folder / "in", folder / f"out-{level}"
     given.write_bytes(b"".join(case.written() for case in cases))
-    done = subprocess.run([*command, level, str(given), str(result)], capture_output=True, text=True, timeout=120)
+    # A sanitizer's runtime must be the first library of a process.
+    alone = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run([*command, level, str(given), str(result)], capture_output=True, text=True, timeout=120, env=alone)
     assert done.returncode == 0, done.stderr
     found, at = np.fromfile(result, np.float32), 0
 

@@ -89,11 +89,16 @@ def test_exit_while_threads_spin(threads: str) -> None:
 
 @built
 def test_interrupt_between_calls() -> None:
-    script = USES + "print('ready', flush=True)\nwhile True: use()"
+    # Where the tests run in the background, a child would inherit that the signal is ignored.
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    script = f"{heard}{USES}print('ready', flush=True)\nwhile True: use()"
     environment = {**os.environ, "KVTOOL_THREADS": "3"}
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert child.stdout is not None and child.stdout.readline() == b"ready\n"
     time.sleep(0.2)
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=30)
+    try:
+        _, said = child.communicate(timeout=30)
+    finally:
+        child.kill()
     assert b"KeyboardInterrupt" in said and child.returncode in (-signal.SIGINT, 130, 1)
