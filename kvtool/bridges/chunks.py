@@ -11,11 +11,10 @@ import mlx.core as mx
 
 from formats.errors import IncompatibleError
 from kvtool.bridges.pairs import check_layers_of
-from kvtool.bridges.transferring import Source, cached, full_state
-from kvtool.capturing import PREFILL_STEP, Snapshot
+from kvtool.bridges.transferring import Source, cached, continued, full_state
+from kvtool.capturing import Snapshot
 from kvtool.compat import short
 from kvtool.model import LoadedModel
-from kvtool.snapshot import build_caches, take_states
 from kvtool.states import CacheState
 
 
@@ -45,7 +44,7 @@ def join(sources: Sequence[Source], model: LoadedModel, recompute: int = 0) -> S
     for source in sources[1:]:
         chunk = list(source.tokens[: source.length])
         anew = min(recompute, len(chunk))
-        states = _run(states, model, chunk[:anew])
+        states = continued(states, model, chunk[:anew])
         ran += anew
         first = len(tokens) + anew
         for i, probe in enumerate(probes):
@@ -88,17 +87,6 @@ def _check(source: Source, model: LoadedModel) -> None:
             f"{short(model.info.weights)}",
             hint="chunks go together in the model that computed them; kvtool recode --to-model, with a map, brings one over",
         )
-
-
-def _run(states: Sequence[CacheState], model: LoadedModel, tokens: Sequence[int]) -> list[CacheState]:
-    """The states after the model has run tokens on them."""
-    if not tokens:
-        return list(states)
-    caches: list[Any] = build_caches(states)
-    for start in range(0, len(tokens), PREFILL_STEP):
-        model.model(mx.array(list(tokens[start : start + PREFILL_STEP]))[None], cache=caches)
-        mx.eval([cache.state for cache in caches])
-    return list(take_states(caches, length=states[0].offset + len(tokens)))
 
 
 def _appended(state: CacheState, k: mx.array, v: mx.array) -> CacheState:

@@ -15,7 +15,7 @@ from kvtool.capturing import check_ids, encode_prompt, prefill, token_ids
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.snapshot import take_states
-from veloxquant_mlx.transfer.rope import rotate, unrotated
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
 
 LENGTH = 256  # tokens of a piece
 PIECES = 64
@@ -47,10 +47,9 @@ def check_layers_of(model: LoadedModel) -> tuple[CacheProbe, ...]:
     return probes
 
 
-def before_rope(keys: mx.array, values: mx.array, positions: np.ndarray, probe: CacheProbe) -> np.ndarray:
-    """(S, heads (D_k + D_v)) float32: keys before RoPE in half-split order, then values, all heads, of rows as cached (H, S, D)."""
-    assert probe.k is not None
-    keys = rotate(keys.astype(mx.float32), positions, probe.k.rope, unrotated(probe.k.rope))
+def before_rope(keys: mx.array, values: mx.array, rope: RopeSpec | None) -> np.ndarray:
+    """(S, heads (D_k + D_v)) float32: keys before RoPE in half-split order, then values, all heads, of rows as cached (H, S, D) from 0."""
+    keys = rotate(keys.astype(mx.float32), np.arange(keys.shape[1]), rope, unrotated(rope))
     rows = [mx.swapaxes(x.astype(mx.float32), 0, 1).reshape(x.shape[1], -1) for x in (keys, values)]
     return np.array(mx.concatenate(rows, axis=1))
 
@@ -131,12 +130,11 @@ def collect_pairs(
         files = [Path(folder.name) / f"{side}-{i}" for i in range(len(shapes))]
         sides.append([np.memmap(file, np.float32, "w+", shape=shape) for file, shape in zip(files, shapes, strict=True)])
     for _, ids in chosen:
-        at = np.arange(len(ids))
         for model, probes, rows in zip((source, target), tables, sides, strict=True):
             states = take_states(prefill(model, ids), length=len(ids))
             for state, probe, out in zip(states, probes, rows, strict=True):
-                assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array)
-                out[done : done + len(ids)] = before_rope(state.k, state.v, at, probe)
+                assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array) and probe.k is not None
+                out[done : done + len(ids)] = before_rope(state.k, state.v, probe.k.rope)
         done += len(ids)
         if progress is not None:
             progress(done, total)

@@ -115,7 +115,7 @@ def source_of(archive: Archive) -> Source:
     def rows(layer: int) -> np.ndarray:
         state = archive.state(layer)
         k, v = (x if isinstance(x, mx.array) else x.dequantize() for x in (state.k, state.v) if x is not None)
-        return _before(k, v, ropes[layer])
+        return before_rope(k, v, ropes[layer])
 
     return Source(archive.manifest.model, archive.tokens, archive.length, rows, tuple(shapes), tuple(archive.manifest.quality))
 
@@ -132,15 +132,10 @@ def source_of_snapshot(snapshot: Snapshot) -> Source:
 
     def rows(layer: int) -> np.ndarray:
         state, probe = snapshot.states[layer], snapshot.probes[layer]
-        assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array)
-        return before_rope(state.k, state.v, np.arange(snapshot.length), probe)
+        assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array) and probe.k is not None
+        return before_rope(state.k, state.v, probe.k.rope)
 
     return Source(snapshot.model, snapshot.tokens, snapshot.length, rows, tuple(shapes), snapshot.history)
-
-
-def _before(k: mx.array, v: mx.array, rope: Any) -> np.ndarray:
-    keys = rotate(k.astype(mx.float32), np.arange(k.shape[1]), rope, unrotated(rope))
-    return np.array(mx.concatenate([mx.swapaxes(x.astype(mx.float32), 0, 1).reshape(x.shape[1], -1) for x in (keys, v)], axis=1))
 
 
 def transfer(
@@ -287,12 +282,19 @@ def _recomputed(states: Sequence[CacheState], source: Source, target: LoadedMode
         states = [_with(state, own, 0) for state, own in zip(states, exact, strict=True)]
     if plan.newest:
         begin = length - plan.newest
-        caches: list[Any] = build_caches([_cut(state, begin) for state in states])
-        for start in range(begin, length, PREFILL_STEP):
-            target.model(mx.array(tokens[start : min(start + PREFILL_STEP, length)])[None], cache=caches)
-            mx.eval([cache.state for cache in caches])
-        states = list(take_states(caches, length=length))
+        states = continued([_cut(state, begin) for state in states], target, tokens[begin:])
     return states
+
+
+def continued(states: Sequence[CacheState], model: LoadedModel, tokens: Sequence[int]) -> list[CacheState]:
+    """The states after the model has run tokens on them."""
+    if not tokens:
+        return list(states)
+    caches: list[Any] = build_caches(states)
+    for start in range(0, len(tokens), PREFILL_STEP):
+        model.model(mx.array(list(tokens[start : start + PREFILL_STEP]))[None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return list(take_states(caches, length=states[0].offset + len(tokens)))
 
 
 def _cut(state: CacheState, length: int) -> CacheState:
