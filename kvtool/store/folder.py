@@ -1,0 +1,242 @@
+"""Objects as files of a folder.
+
+    FOLDER/objects/<name>            the objects
+    FOLDER/writing/<id>.lock         held (flock) while the process that writes in <id>/ lives
+    FOLDER/writing/<id>/             its scratch: files on their way
+
+A write: file in scratch -> bytes -> fsync -> link to its name -> fsync of that folder -> unlink in scratch. The commit point is the link; it
+fails where the name is taken, so that no object is ever overwritten. A crash before it leaves scratch alone, and `sweep` removes that once
+the lock is free, whatever became of the process's id. A file that is unlinked lives on for whoever has it open or mapped.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtool.store.objects import Entry, Missing, check_name
+
+_BLOCK = 1 << 20
+
+
+class Folder:
+    """See `Objects`. The folder is made when something is first written.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.root = Path(path)
+        self._objects = self.root / "objects"
+        self._writing = self.root / "writing"
+        self._scratch: Path | None = None
+        self._lock = -1
+        self._owner = os.getpid()
+        self._opening = threading.Lock()
+        if self.root.exists() and not self.root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.root))
+
+    def __repr__(self) -> str:
+        return f"Folder({str(self.root)!r})"
+
+    @property
+    def scratch(self) -> Path:
+        with self._opening:
+            # After a fork the parent's is not the child's: either may end first.
+            if self._scratch is None or self._owner != os.getpid() or not self._scratch.is_dir():
+                self._close()
+                self._owner = os.getpid()
+                self._scratch, self._lock = self._claim()
+            return self._scratch
+
+    def _claim(self) -> tuple[Path, int]:
+        """A scratch folder and the lock that says its process lives."""
+        self._writing.mkdir(parents=True, exist_ok=True)
+        while True:
+            name = secrets.token_hex(8)
+            path = self._writing / f"{name}.lock"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A sweep between the two calls above takes it for a dead one's, and its name with it.
+                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                    folder = self._writing / name
+                    folder.mkdir()
+                    return folder, fd
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._scratch, self._lock = None, -1
+
+    def close(self) -> None:
+        """Give the scratch folder back; it is made anew where it is asked for again."""
+        with self._opening:
+            folder = self._scratch
+            if folder is not None and self._owner == os.getpid():
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{folder}.lock")
+            self._close()
+
+    def _file(self, name: str) -> Path:
+        return self._objects / check_name(name)
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        try:
+            with open(self._file(name), "rb") as file:
+                file.seek(start)
+                return file.read() if length is None else file.read(length)
+        except FileNotFoundError:
+            raise Missing(name) from None
+
+    def path(self, name: str) -> Path | None:
+        file = self._file(name)
+        return file if file.is_file() else None
+
+    def write(self, name: str, source: Path | bytes) -> bool:
+        target = self._file(name)
+        own = isinstance(source, Path) and source.parent == self._scratch
+        temp = source if isinstance(source, Path) and own else self.scratch / f"{secrets.token_hex(8)}.part"
+        try:
+            made = not target.exists()
+            if made:
+                self._fill(temp, None if own else source)
+                _make_folder(target.parent)
+                made = self._link(temp, target)
+        except BaseException:
+            # The caller's own file stays, to be tried again.
+            if not own:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temp)
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temp)
+        return made
+
+    def _link(self, temp: Path, target: Path) -> bool:
+        try:
+            os.link(temp, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+            raise OSError(error.errno, "this file system has no hard links, which a store's folder needs", str(self.root)) from None
+        _sync_folder(target.parent)
+        return True
+
+    @staticmethod
+    def _fill(temp: Path, source: Path | bytes | None) -> None:
+        """The bytes of `source` (None: those that are there) in a file that has reached the disk."""
+        fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC | (0 if source is None else os.O_CREAT | os.O_EXCL), 0o666)
+        try:
+            if isinstance(source, bytes):
+                _write_all(fd, source)
+            elif source is not None:
+                with open(source, "rb", buffering=0) as file:
+                    while block := file.read(_BLOCK):
+                        _write_all(fd, block)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def size(self, name: str) -> int | None:
+        try:
+            return os.stat(self._file(name)).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def names(self, prefix: str = "") -> Iterator[Entry]:
+        # The folder part of a prefix spares the listing of all others.
+        folder = self._objects.joinpath(*prefix.split("/")[:-1])
+        base = len(str(self._objects)) + 1
+        for path, status in _files(folder):
+            if path.startswith(prefix, base):
+                yield Entry(path[base:], status.st_size, status.st_mtime)
+
+    def remove(self, name: str) -> bool:
+        try:
+            os.unlink(self._file(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def touch(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._file(name))
+
+    def unfinished(self) -> int:
+        # A file between link and unlink has two names: it counts as the object that it is.
+        return sum(status.st_size for _, status in _files(self._writing) if status.st_nlink == 1)
+
+    def sweep(self) -> int:
+        freed = 0
+        for lock in sorted(self._writing.glob("*.lock")):
+            try:
+                fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                folder = lock.with_suffix("")
+                freed += sum(status.st_size for _, status in _files(folder) if status.st_nlink == 1)
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(lock)
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(fd)
+        return freed
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while len(view):
+        view = view[os.write(fd, view) :]
+
+
+def _make_folder(path: Path) -> None:
+    """The folder and its parents, each durable before something is put into it."""
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _files(folder: str | Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Regular files below a folder; none where it is missing, without those that go meanwhile."""
+    try:
+        listing = os.scandir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with listing:
+        for item in listing:
+            if item.is_dir(follow_symlinks=False):
+                yield from _files(item.path)
+            elif item.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    yield item.path, item.stat(follow_symlinks=False)

@@ -1,0 +1,89 @@
+"""What a store keeps its objects in: whole, named, never changed once they are there."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+_NAME = re.compile(r"[a-z0-9_-][a-z0-9._-]*(/[a-z0-9_-][a-z0-9._-]*)*")
+MAX_NAME = 240
+
+
+class Missing(KeyError):
+    """No object of that name (any more)."""
+
+    def __str__(self) -> str:
+        return f"no object {self.args[0]!r}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object: its name, its bytes, and when it was last written or touched (seconds since 1970)."""
+
+    name: str
+    size: int
+    used: float
+
+
+class Objects(Protocol):
+    """A back end. Every call may come from many threads and processes at once; OSError where the medium fails.
+
+    An object is visible whole or not at all, and its bytes never change while it has its name: what was read may be kept.
+    """
+
+    @property
+    def scratch(self) -> Path:
+        """A local folder of this process, for files that are about to be written; it is made when it is first asked for."""
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes from `start` on, all or `length` of them (fewer where the object ends).
+
+        Raises:
+            Missing: no such object.
+        """
+
+    def path(self, name: str) -> Path | None:
+        """A local file with the object's bytes, to map; None where there is none (objects elsewhere, encrypted objects, no such object)."""
+
+    def write(self, name: str, source: Path | bytes) -> bool:
+        """Make an object, atomically and durably: after a crash at any moment it is there whole or not at all.
+
+        Args:
+            name: what `check_name` accepts.
+            source: its bytes, or a file with them. A file in `scratch` is taken over (it is gone afterwards), any other is copied.
+        Returns:
+            False where an object of that name was there already; that one stays.
+        """
+
+    def size(self, name: str) -> int | None:
+        """Bytes of an object, None where there is none."""
+
+    def names(self, prefix: str = "") -> Iterator[Entry]:
+        """All objects whose names begin with `prefix`, in any order; one that comes or goes meanwhile may or may not be among them."""
+
+    def remove(self, name: str) -> bool:
+        """Remove an object; False where there was none. Who has it open or mapped keeps it."""
+
+    def touch(self, name: str) -> None:
+        """Record that the object was used now; nothing happens where it is gone."""
+
+    def unfinished(self) -> int:
+        """Bytes that writers hold beyond the objects: files being written, and what writers that died left."""
+
+    def sweep(self) -> int:
+        """Remove what writers that died left; the bytes freed."""
+
+
+def check_name(name: str) -> str:
+    """The name, if objects may have it: parts of a-z 0-9 . _ - that do not begin with a dot, joined by slashes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"[store] an object's name must be parts of a-z 0-9 . _ - (none begins with a dot) joined by /, at most {MAX_NAME} characters, "
+            f"but got {name!r}."
+        )
+    return name
