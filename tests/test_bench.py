@@ -7,7 +7,7 @@ import json
 import shlex
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvtool.bench import attending, coding, filing, measuring, oracle, shaped, sharing
+from kvtool.bench import attending, coding, filing, measuring, oracle, shaped, sharing, targets
 from kvtool.bench.machine import native_line
 from kvtool.bench.measuring import Case, Checked, Prepared, Row, copy_bandwidth, measure, timed
 from kvtool.bench.rows import BASE, Size, blocks, head_rows, plan_of, rows
@@ -246,6 +246,9 @@ def test_figures_agree(whole: tuple[dict[str, Any], Path]) -> None:
         on_disk = row["family"] in ("files", "first-token")
         assert (row["of_copy"] is None) == on_disk
         assert on_disk or row["of_copy"] == pytest.approx(row["rate"] / data["copy"])
+        assert (row["to_read"] is None) == (row["family"] != "attend")
+        if row["to_read"] is not None:
+            assert row["to_read"] == pytest.approx(2 * row["values"] / data["copy"] / 1e9 / row["median"])
         if row["reference"] is not None:
             assert row["speedup"] == pytest.approx(medians[row["family"], row["reference"]] / row["median"])
 
@@ -358,6 +361,8 @@ def test_rows_say_whether_the_native_back_end_took_part() -> None:
         (["recode", "--mb", "2"], "--mb goes with files"),
         (["recode", "--codec", "rvq-4"], "--codec goes with attend"),
         (["recode", "--shape", "1,2,2,8,64", "--only", "rotate"], "only must name rows of this run, but got 'rotate'"),
+        (["--targets", "--quick"], "--targets measures rows of its own, and goes without quick"),
+        (["encode", "--targets"], "goes without families"),
         (["recode", "--plot", "x.pdf"], "must end in .svg or .png"),
         (["recode", "--csv", "missing/x.csv"], "missing"),
         (["first-token", "--tokens", "1"], "1 is not in the range"),
@@ -424,3 +429,33 @@ def test_codes_may_lose_what_their_codec_does() -> None:
     made = blocks("tc-2.05", size, mx.float32, 1)[0]
     assert 8 * (made.k.nbytes + made.v.nbytes) / size.values == pytest.approx(2.05, abs=0.02)
     assert plan_of("tc-2.05", size, 1).k.calibration is None
+
+
+# --- targets
+
+
+def test_targets_measure_their_rows_and_judge_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every limit has its row; a limit out of reach is missed and makes the exit code."""
+    small = {"shape": SHAPE, "model_name": "1x2x16", "megabytes": 0.1}
+    monkeypatch.setattr(targets, "options", lambda backend: small)
+    easy = tuple(replace(target, least=0.0) for target in targets.CPU)
+    monkeypatch.setattr(targets, "CPU", easy)
+    data = report("--targets")
+    assert [one["reached"] for one in data["targets"]] == [True] * len(easy)
+    rows = by_name(data)
+    assert data["targets"][0]["measured"] == pytest.approx(rows["rabitq: codes"]["to_read"])
+    monkeypatch.setattr(targets, "CPU", (replace(easy[0], least=1e9),))
+    missed = report("--targets", code=1)["targets"]
+    assert [one["reached"] for one in missed] == [False] and missed[0]["least"] == 1e9
+
+
+def test_targets_of_rows_that_were_not_timed_are_missed() -> None:
+    row = Row("encode", "rvq-4", "cpu", "here", "")
+    target = next(one for one in targets.CPU if (one.family, one.row) == ("encode", "rvq-4"))
+    (judged,) = targets.judge([target], [row], 10.0)
+    assert judged["measured"] is None and not judged["reached"]
+    (judged,) = targets.judge([target], [replace(row, values_rate=6e8)], 10.0)
+    assert judged["reached"]
+    output = next(one for one in targets.CPU if one.what == "output / copy bandwidth" and one.family == "decode")
+    (judged,) = targets.judge([output], [replace(row, family="decode", values_rate=1e9)], 12.0)
+    assert judged["measured"] == pytest.approx(4 / 12) and judged["reached"]

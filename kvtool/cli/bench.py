@@ -12,6 +12,7 @@ from kvtool.cli.eval import split_specs
 
 if TYPE_CHECKING:
     from kvtool.bench.measuring import Case, Report, Row
+    from kvtool.bench.targets import Target
 
 FAMILIES = ("attend", "encode", "decode", "recode", "files", "first-token")
 ON_ROWS = ("attend", "encode", "decode", "recode")
@@ -66,6 +67,9 @@ OPTIONS = {
 @click.option(
     "--folder", type=click.Path(exists=True, file_okay=False), help="Where files are written and removed; the system's temporary folder."
 )
+@click.option(
+    "--targets", "held", is_flag=True, help="Measure the rows that this back end is held to, and exit with 1 where one is missed."
+)
 @click.option("--quick", is_flag=True, help="Small sizes and short times: whether it works, not how fast it is.")
 @click.option("--seconds", type=click.FloatRange(0), metavar="S", help=f"Spent on each row: {SECONDS:g}, with --quick {QUICK_SECONDS:g}.")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="Of the synthetic rows.")
@@ -79,6 +83,7 @@ def command(
     ctx: click.Context,
     families: tuple[str, ...],
     only: tuple[str, ...],
+    held: bool,
     repro: bool,
     csv_file: str | None,
     plot_file: str | None,
@@ -95,7 +100,18 @@ def command(
       kvtool bench --quick
       kvtool bench attend --codec rvq-4,affine-4 --shape 1,32,8,128,32768 --plot attend.svg
       kvtool bench files first-token --model tiny-a --mb 64 --repro
+      kvtool bench --targets
     """
+    chosen: tuple[Target, ...] = ()
+    if held:
+        from kvtool.bench import targets as held_to
+        from veloxquant_mlx.metal._backend import backend
+
+        _check_alone(ctx)
+        chosen = held_to.targets(backend())
+        families = tuple(dict.fromkeys(target.family for target in chosen))
+        options |= held_to.options(backend())
+        only = tuple(dict.fromkeys(target.row for target in chosen))
     families = tuple(dict.fromkeys(families)) or FAMILIES
     _check_options(ctx, families)
     if csv_file is not None:
@@ -107,6 +123,12 @@ def command(
     with tempfile.TemporaryDirectory(prefix="kvtool-bench-", dir=options["folder"]) as folder:
         report = _measured(families, options, only, Path(folder), as_json)
     data = report.to_json()
+    text = as_text(report, repro)
+    missed = 0
+    if held:
+        data["targets"] = held_to.judge(chosen, report.rows, report.copy)
+        missed = sum(not target["reached"] for target in data["targets"])
+        text = "\n".join([text, *held_to.as_text(data["targets"])])
     if csv_file is not None:
         from kvtool.frontier import write_csv
 
@@ -115,8 +137,15 @@ def command(
         from kvtool.bench.plot import write_plot
 
         write_plot(plot_file, report.rows, f"{report.machine['device']}, {report.machine['backend']}, {report.machine['date'][:10]}")
-    emit(as_json, data, as_text(report, repro))
-    ctx.exit(1 if report.failed else 0)
+    emit(as_json, data, text)
+    ctx.exit(1 if report.failed or missed else 0)
+
+
+def _check_alone(ctx: click.Context) -> None:
+    """Refuse what would change the rows of --targets."""
+    for name in ("families", "only", "quick", *(name for name in OPTIONS if name != "folder")):
+        if ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE and ctx.params[name]:
+            raise click.UsageError(f"--targets measures rows of its own, and goes without {name.replace('_name', '').replace('_', ' ')}")
 
 
 def _check_options(ctx: click.Context, families: tuple[str, ...]) -> None:
@@ -229,17 +258,19 @@ def _table(rows: list["Row"]) -> list[str]:
     name, against = max(3, *(len(row.name) for row in rows)), next((row.reference for row in rows if row.reference), None)
     width = max(8, *map(len, elsewhere))
     head = f"{'row':<{name}} {'on':<{width}} {'median':>8} {'quartiles':>19} {'runs':>5} {'bytes':>13} {'GB/s':>7} {'of it':>6} "
-    lines = [head + f"{'values/s':>9} {'bits':>6} {'speed':>6} {'error':>8} {'limit':>8}"]
+    lines = [head + f"{'values/s':>9} {'bits':>6} {'speed':>6} {'read':>6} {'error':>8} {'limit':>8}"]
     for row in (row for row in rows if row.skipped is None):
         spread = "-" if row.low is None else f"{duration(row.low)} - {duration(row.high)}"
         figures = [
             f"{duration(row.median):>8} {spread:>19} {row.runs or '-':>5} {'-' if row.moved is None else f'{row.moved:,}':>13}",
             f"{_figure(row.rate, '7.3g')} {_figure(row.of_copy, '6.2f')} {_figure(row.values_rate, '9.2e')} {_figure(row.bits, '6.2f')}",
-            f"{_figure(row.speedup, '6.2f')} {_figure(row.error, '8.1e')} {_figure(row.limit, '8.1e')}",
+            f"{_figure(row.speedup, '6.2f')} {_figure(row.to_read, '6.2f')} {_figure(row.error, '8.1e')} {_figure(row.limit, '8.1e')}",
         ]
         lines.append(f"{row.name:<{name}} {row.backend:<{width}} {' '.join(figures)}")
     if against is not None:
         lines.append(f"speed: times as fast as {', '.join(dict.fromkeys(row.reference for row in rows if row.reference))}")
+    if any(row.to_read is not None for row in rows):
+        lines.append("read: times as fast as reading these keys and values once in float16 at the copy bandwidth")
     return lines
 
 
