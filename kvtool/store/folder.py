@@ -4,9 +4,9 @@
     FOLDER/writing/<id>.lock         held (flock) while the process that writes in <id>/ lives
     FOLDER/writing/<id>/             its scratch: files on their way
 
-A write: file in scratch -> bytes -> fsync -> link to its name -> fsync of that folder -> unlink in scratch. The commit point is the link; it
-fails where the name is taken, so that no object is ever overwritten. A crash before it leaves scratch alone, and `sweep` removes that once
-the lock is free, whatever became of the process's id. A file that is unlinked lives on for whoever has it open or mapped.
+A write: file in scratch -> bytes -> fsync -> link to its name -> fsync of that folder -> unlink in scratch. The commit point is the link:
+it fails where the name is taken, so that no object is ever overwritten. A crash before it leaves scratch alone, and `sweep` removes that
+once the lock is free, whatever became of the process's id. A file that is unlinked lives on for whoever has it open or mapped.
 """
 
 import contextlib
