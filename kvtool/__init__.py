@@ -33,6 +33,7 @@ _HOME = {
     "Restored": "kvtool.archive",
     "SaveReport": "kvtool.archive",
     "make_cache": "kvtool.live",
+    "Store": "kvtool.store.store",
     "recode": "kvtool.recoding",
     "fit": "kvtool.bridges.fitting",
     "recode_across": "kvtool.bridges.bridging",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from kvtool.model import LoadedModel as LoadedModel
     from kvtool.model import load_model as load_model
     from kvtool.recoding import recode as recode
+    from kvtool.store.store import Store as Store
     from kvtool.sweeping import SweepReport as SweepReport
     from kvtool.sweeping import SweepRow as SweepRow
     from kvtool.sweeping import sweep as sweep

@@ -74,6 +74,9 @@ class Objects(Protocol):
     def sweep(self) -> int:
         """Remove what writers that died left; the bytes freed."""
 
+    def close(self) -> None:
+        """Give back what it holds for this process, `scratch` among it; it may be used again afterwards."""
+
 
 def check_name(name: str) -> str:
     """The name, if objects may have it: parts of a-z 0-9 . _ - that do not begin with a dot, joined by slashes.

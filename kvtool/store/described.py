@@ -1,0 +1,119 @@
+"""What the objects beside a store's chunks say: spaces, models and calibrations."""
+
+import json
+import logging
+from typing import Any
+
+from mlx.utils import tree_reduce
+
+from formats.calibration import from_bytes, to_bytes
+from formats.errors import DigestError, KVError
+from formats.tables import digest_of
+from kvtool.calibrations import Calibration
+from kvtool.capturing import Snapshot
+from kvtool.model import LoadedModel
+from kvtool.store.keys import SHORT, Space
+from kvtool.store.objects import Missing, Objects
+from kvtool.store.room import Room
+
+logger = logging.getLogger(__name__)
+
+
+class Descriptions:
+    """Reads them, each once, for they never change."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self._spaces: dict[str, Space] = {}
+        self._models: dict[str, dict[str, Any]] = {}
+
+    def spaces(self) -> list[Space]:
+        """All spaces that are there now, in the order of their names; one that cannot be read is passed over with a logged warning."""
+        names = {entry.name for entry in self.objects.names("spaces/")}
+        self._spaces = {name: space for name, space in self._spaces.items() if name in names}
+        for name in names - set(self._spaces):
+            try:
+                self._spaces[name] = Space.parse(self.objects.read(name), name.removeprefix("spaces/").removesuffix(".json"))
+            except Missing:
+                continue
+            except (KVError, OSError) as error:
+                logger.warning("%s is passed over: %s", name, error)
+        return [self._spaces[name] for name in sorted(self._spaces)]
+
+    def model(self, weights: str) -> dict[str, Any]:
+        """What is known of a model, empty where nothing is."""
+        if weights not in self._models:
+            try:
+                about = json.loads(self.objects.read(f"models/{weights}.json"))
+                known = {"name": str(about["name"]), **{name: int(about[name] or 0) for name in ("parameters", "row")}}
+            except (Missing, OSError, ValueError, TypeError, KeyError):
+                # It is of use to people, and to what goes first, and to nothing else.
+                return {}
+            self._models[weights] = known
+        return self._models[weights]
+
+    def model_name(self, weights: str) -> str:
+        return str(self.model(weights).get("name", "unknown"))
+
+    def calibrations(self, digest: str | None) -> list[Calibration]:
+        """The calibration of that digest, where the store has it.
+
+        Raises:
+            DigestError: its bytes are not those that its name says.
+        """
+        if digest is None:
+            return []
+        try:
+            data = self.objects.read(tables_name(digest))
+        except Missing:
+            return []
+        if digest_of(data) != digest:
+            raise DigestError(f"calibration {digest[:12]} of the store has digest {digest_of(data)[:12]}")
+        return [Calibration(from_bytes(data), digest)]
+
+    def write(self, room: Room, space: Space, snapshot: Snapshot, tables: Calibration | None, model: LoadedModel | None) -> int:
+        """Write what says whose chunks will follow, where that is not there yet; the bytes written."""
+        about: dict[str, Any] = {"name": snapshot.model.name, "parameters": None if model is None else parameters(model)}
+        roles = [role for probe in snapshot.probes for role in (probe.k, probe.v) if role is not None]
+        about["row"] = sum(role.heads * role.dim for role in roles)
+        objects = {f"models/{space.weights}.json": json.dumps(about, sort_keys=True).encode()}
+        if tables is not None:
+            objects[tables_name(tables.digest)] = _bytes_of(tables)
+        objects[space.name] = space.data
+        written = 0
+        for name, data in objects.items():
+            if self.objects.size(name) is None:
+                written += room.write(name, data)
+            else:
+                self.objects.touch(name)
+        return written
+
+    def cost(self, root: str | None, start: int, tokens: int) -> float:
+        """FLOPs of a prefill of some tokens after `start` others: two a parameter and token, and attention to what stands before.
+
+        Of a model whose parameters are not known, twelve times the square of a token's keys and values stand for them.
+
+        Args:
+            root: first digits of a space's key, None of an unknown one.
+        """
+        space = next((space for space in self._spaces.values() if space.key[:SHORT] == root), None)
+        about = {} if space is None else self.model(space.weights)
+        row = float(about.get("row") or 1)
+        return tokens * (2 * float(about.get("parameters") or 12 * row * row) + 2 * row * (start + tokens / 2))
+
+
+def tables_name(digest: str) -> str:
+    """Of the object that holds a calibration."""
+    return f"calibrations/{digest}.safetensors"
+
+
+def parameters(model: LoadedModel) -> int:
+    """Parameters of a model."""
+    return int(tree_reduce(lambda total, weight: total + weight.size, model.model.parameters(), 0))
+
+
+def _bytes_of(tables: Calibration) -> bytes:
+    data = to_bytes(tables.file) if tables.path is None else tables.path.read_bytes()
+    if digest_of(data) != tables.digest:
+        raise DigestError(f"calibration {tables.digest[:12]} has digest {digest_of(data)[:12]} now", path=tables.source)
+    return data

@@ -1,0 +1,158 @@
+"""Bring what a lookup found to life: objects mapped, checked against their digests and names, and joined."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from formats.container import Reader
+from formats.errors import DigestError, FormatError, IncompatibleError, IntegrityError, KVError
+from kvtool.archive import Archive, Restored
+from kvtool.calibrations import Shelf
+from kvtool.model import LoadedModel
+from kvtool.recoding import check_recode, recode
+from kvtool.store.described import Descriptions
+from kvtool.store.finding import Match
+from kvtool.store.joined import Joined
+from kvtool.store.keys import Node, Space
+from kvtool.store.objects import Missing, Objects
+from veloxquant_mlx.caches.coded import CodedKVCache
+from veloxquant_mlx.codecs import RECENT
+
+BLOCK = 1 << 22
+
+
+class Lost(Exception):
+    """An object of a match cannot be used.
+
+    Attributes:
+        name: of the object, or of the space where all of it does not fit.
+        note: why, None where the object is simply gone.
+        damaged: whether its bytes are not those that were written.
+    """
+
+    def __init__(self, name: str, note: str | None = None, damaged: bool = False) -> None:
+        super().__init__(name, note)
+        self.name, self.note, self.damaged = name, note, damaged
+
+
+def alive(objects: Objects, known: Descriptions, match: Match, ids: Sequence[int], model: LoadedModel, **how: Any) -> Restored:
+    """A match as live caches, as `Archive.load` gives them; `usable` is the match's.
+
+    Args:
+        ids: the tokens that were looked up.
+        how: as `Archive.load` takes it.
+    Raises:
+        Lost: an object is gone, damaged or cannot be read, or the space does not fit.
+    """
+    with joined(objects, match, ids, model) as whole:
+        try:
+            restored = _restored(objects, known, match, whole, model, **how)
+        except IncompatibleError as error:
+            raise Lost(match.space.name, f"{match.space.codec} chunks do not fit: {error}") from error
+        except (KVError, OSError) as error:
+            if whole.failed is None:
+                raise Lost(match.space.name, f"{match.space.codec} chunks cannot be joined: {error}") from error
+            raise _lost(match.nodes[whole.failed], error) from error
+    if restored.usable == len(ids):
+        # A model gives the logits of what it runs: the last token's are its own to compute.
+        restored.pending()
+    restored.tokens = tuple(ids)
+    for cache in restored.cache:
+        if isinstance(cache, CodedKVCache) and cache.growth is not None and not cache.growth.recent:
+            # A chunk has no exact newest rows to take the number from.
+            cache.growth = replace(cache.growth, recent=RECENT)
+    return restored
+
+
+def _restored(objects: Objects, known: Descriptions, match: Match, whole: Joined, model: LoadedModel, **how: Any) -> Restored:
+    tables = known.calibrations(match.space.calibration)
+    shelf = Shelf(tables)
+    if not match.recode:
+        return Archive(whole, shelf).load(model, **how)
+    check_recode(Archive(whole, shelf), model)
+    name = secrets.token_hex(8)
+    source, turned = (objects.scratch / f"{name}-{which}.kv" for which in ("from", "to"))
+    try:
+        whole.write(str(source))
+        recode(source, turned, to_model=model, calibration=next(iter(tables), None))
+        with Archive(Reader(turned), shelf) as archive:
+            restored = archive.load(model, **how)
+    finally:
+        source.unlink(missing_ok=True)
+        turned.unlink(missing_ok=True)
+    restored.notes = ("keys are turned to the rotation of this model", *restored.notes)
+    return restored
+
+
+def joined(objects: Objects, match: Match, ids: Sequence[int], model: LoadedModel) -> Joined:
+    """The objects of a match as one reader, their headers read and compared with their names.
+
+    Raises:
+        Lost: as `alive`.
+    """
+    parts: list[Reader] = []
+    try:
+        for node in match.nodes:
+            try:
+                parts.append(opened(objects, node.name))
+                check_content(parts[-1], node, ids[node.start : node.stop], match.space)
+            except (Missing, FileNotFoundError):
+                raise Lost(node.name) from None
+            except (KVError, OSError) as error:
+                raise _lost(node, error) from error
+        who = replace(model.info, dtype=match.space.about["model"]["dtype"])
+        try:
+            return Joined(parts, who, f"{objects!r}: {match.id[:12]}")
+        except KVError as error:
+            raise Lost(match.space.name, f"{match.space.codec} chunks cannot be joined: {error}") from error
+    except BaseException:
+        for part in parts:
+            part.close()
+        raise
+
+
+def opened(objects: Objects, name: str) -> Reader:
+    """An object's file, mapped. One that is elsewhere is fetched, and its copy is gone with the reader.
+
+    Raises:
+        Missing: no such object.
+        OSError: the medium cannot give it. What is here is read once for that: once it is mapped, a bad disk ends the process.
+    """
+    path = objects.path(name)
+    if path is not None:
+        with open(path, "rb", buffering=0) as file:
+            buffer = bytearray(BLOCK)
+            while file.readinto(buffer):
+                pass
+        return Reader(path)
+    copy = objects.scratch / f"{secrets.token_hex(8)}.kv"
+    try:
+        _fetch(objects, name, copy)
+        return Reader(copy)
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _fetch(objects: Objects, name: str, copy: Path) -> None:
+    with open(copy, "xb", buffering=0) as file:
+        at = 0
+        while block := objects.read(name, at, BLOCK):
+            file.write(block)
+            at += len(block)
+
+
+def check_content(part: Reader, node: Node, ids: Sequence[int], space: Space) -> None:
+    """Raise DigestError unless a file holds what its name says."""
+    held = part.manifest.tokens
+    if held is None or held.ids != tuple(ids):
+        raise DigestError(f"holds other tokens than {node.start} to {node.stop} of its prompt", path=part.path)
+    if part.manifest.model.weights != space.weights:
+        raise DigestError("is of other weights than its space", path=part.path)
+
+
+def _lost(node: Node, error: KVError | OSError) -> Lost:
+    damaged = isinstance(error, IntegrityError | FormatError)
+    what = "damaged" if damaged else "not readable"
+    return Lost(node.name, f"tokens {node.start} to {node.stop} are {what}: {error}", damaged)

@@ -1,0 +1,346 @@
+"""The store: prompt caches in a folder (or elsewhere), found by the tokens they begin with."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from formats.errors import IncompatibleError
+from kvtool.archive import Restored
+from kvtool.calibrations import Calibration, is_calibrated, resolve
+from kvtool.capturing import Snapshot, check_ids, token_ids
+from kvtool.encoding import codec_plan
+from kvtool.model import LoadedModel
+from kvtool.store.catalogue import GRACE, Catalogue, Held
+from kvtool.store.described import Descriptions, tables_name
+from kvtool.store.finding import Match, matches
+from kvtool.store.folder import Folder
+from kvtool.store.keys import CHUNK, SHORT, Space, chunk_name, node_of, tail_name
+from kvtool.store.objects import Objects
+from kvtool.store.opening import Lost, alive
+from kvtool.store.room import Room
+from kvtool.store.writing import Piece, first_row, whole_reason, write_piece
+from veloxquant_mlx.codecs import CodecPlan
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 8  # lookups of one load: objects may go between a lookup and their opening
+
+
+@dataclass(frozen=True)
+class PutReport:
+    """What a put wrote.
+
+    Attributes:
+        id: of the prompt, for `pin` and `remove`.
+        codec: in full.
+        tokens: of the prompt.
+        chunks: whole chunks that it consists of.
+        new: objects written now; the others were there.
+        bytes: written, what describes them included.
+        whole: why the prompt is kept in one piece, None where it is cut.
+    """
+
+    id: str
+    codec: str
+    tokens: int
+    chunks: int
+    new: int
+    bytes: int
+    whole: str | None = None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One object with rows.
+
+    Attributes:
+        id, kind: "chunk", or "tail": the end of a prompt.
+        model, codec: names; "unknown" where what says them is gone.
+        start, tokens: its rows.
+        bytes, used: its size, and when it was last used (seconds since 1970).
+        pinned: whether it stays.
+        leaf: whether nothing follows it.
+    """
+
+    id: str
+    kind: str
+    model: str
+    codec: str
+    start: int
+    tokens: int
+    bytes: int
+    used: float
+    pinned: bool
+    leaf: bool
+
+
+class Store:
+    """Prompt caches by their tokens. Any number of processes may use one at once.
+
+    Args:
+        where: a folder, or a back end.
+        quota: bytes that it may take, files on their way included; None for no end.
+        chunk: tokens of a chunk of what is put.
+    """
+
+    def __init__(self, where: str | os.PathLike[str] | Objects, *, quota: int | None = None, chunk: int = CHUNK) -> None:
+        if quota is not None and (type(quota) is not int or quota < 1):
+            raise ValueError(f"[Store] quota must be a number of bytes, at least 1, but got {quota!r}.")
+        self.objects: Objects = Folder(where) if isinstance(where, str | os.PathLike) else where
+        self.chunk = chunk
+        self.counts = {"hits": 0, "misses": 0, "tokens": 0, "broken": 0}
+        self.known = Descriptions(self.objects)
+        self.room = Room(self.objects, quota, self.known.cost)
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what the back end holds for this process."""
+        self.objects.close()
+
+    def put(
+        self,
+        snapshot: Snapshot,
+        *,
+        codec: str | CodecPlan = "rvq-4",
+        sink: int | None = None,
+        recent: int | None = None,
+        frame: str | None = None,
+        calibration: str | os.PathLike[str] | Calibration | None = None,
+        model: LoadedModel | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PutReport:
+        """Keep a prompt's cache: its whole chunks, which other prompts that begin alike share, and its end.
+
+        Args:
+            snapshot: from `kvtool.capture`. Its first rows may be missing where the store has their chunks.
+            codec, sink, recent, frame, calibration, model: as in `kvtool.save`; `recent` is at most a chunk.
+            progress: called with (objects done, objects in all).
+        Raises:
+            ValueError: tokens that are not known, or rows missing that the store does not have.
+            IncompatibleError: a model without an identity.
+            StoreFullError: it does not fit into the quota.
+            OSError: as the system gives it; what was written before is whole.
+        """
+        if snapshot.tokens is None or not snapshot.length:
+            raise ValueError("[put] a prompt is found by its tokens: they must be known, and at least one.")
+        plan = codec_plan(codec, sink, recent, frame)
+        if plan.recent > self.chunk:
+            raise ValueError(f"[put] recent must be at most a chunk of {self.chunk} tokens, but got {plan.recent}.")
+        calibrated = is_calibrated(plan.k) or is_calibrated(plan.v)
+        tables = resolve(calibration, snapshot.model.weights) if calibrated else None
+        if calibration is not None and not calibrated:
+            raise ValueError(f"[put] {plan.spec()} takes no calibration: leave it out.")
+        whole = whole_reason(snapshot, plan, tables)
+        space = Space.of(snapshot.model, snapshot.probes, plan, None if tables is None else tables.digest, self.chunk)
+        pieces = _pieces(space, snapshot, plan.recent, whole is not None)
+        keep, held = frozenset(piece.name for piece in pieces), first_row(snapshot)
+        new = size = 0
+        # Again where another process evicts a chunk while later ones are written.
+        for _ in range(ATTEMPTS):
+            size += self.known.write(self.room, space, snapshot, tables, model)
+            missing = [piece for piece in pieces if self.objects.size(piece.name) is None]
+            for done, piece in enumerate(missing, len(pieces) - len(missing) + 1):
+                if piece.start < held:
+                    lacking = f"the store lacks tokens {piece.start} to {piece.stop}"
+                    raise ValueError(f"[put] the snapshot must begin at or before what is missing, but it begins at {held} and {lacking}.")
+                extra = {"store": {"space": space.key, "parent": piece.parent, "start": piece.start, "recent": piece.recent}}
+                produce = partial(
+                    write_piece,
+                    snapshot=snapshot,
+                    piece=piece,
+                    plan=plan,
+                    calibration=tables,
+                    model=model,
+                    extra=extra,
+                    whole=whole is not None,
+                )
+                written = self.room.write(piece.name, produce, keep)
+                new, size = new + (written > 0), size + written
+                if progress is not None:
+                    progress(done, len(pieces))
+            if not missing:
+                break
+        for piece in pieces:
+            self.objects.touch(piece.name)
+        last = node_of(pieces[-1].name)
+        assert last is not None
+        return PutReport(last.id, plan.full_spec(), snapshot.length, sum(not p.tail for p in pieces), new, size, whole)
+
+    def lookup(self, tokens: Sequence[int], model: LoadedModel, *, ends: bool = True) -> Match | None:
+        """The longest beginning of these tokens that is here for a model, of any codec; None where there is none.
+
+        Args:
+            tokens: of a prompt; the last one is never part of what is found.
+            model: that would go on.
+            ends: also look for prompts that end within these tokens; without, whole chunks alone count.
+        """
+        ids = token_ids(tokens)
+        check_ids(model, ids)
+        return next(iter(matches(self.objects, self.known, ids, model, ends)), None)
+
+    def load(
+        self,
+        tokens: Sequence[int],
+        model: LoadedModel,
+        *,
+        decode: bool = False,
+        mapped: bool = True,
+        ends: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Restored | None:
+        """The cache of the longest beginning of these tokens that is here, as `kvtool.load` gives one; None where there is none.
+
+        `usable` tokens are in it, and `pending()` gives the others, which the model has still to run: at least the last one. An object that
+        is damaged or cannot be read is as good as absent, which a note says; a damaged one is removed, so that the next put writes it anew.
+
+        Args:
+            tokens: of the prompt.
+            model: that will go on.
+            decode, mapped, progress: as in `Archive.load`.
+            ends: as in `lookup`.
+        Raises:
+            ValueError: ids outside the vocabulary.
+        """
+        ids = token_ids(tokens)
+        check_ids(model, ids)
+        avoid: frozenset[str] = frozenset()
+        notes: list[str] = []
+        gone = 0
+        while found := matches(self.objects, self.known, ids, model, ends, avoid):
+            try:
+                restored = alive(self.objects, self.known, found[0], ids, model, decode=decode, mapped=mapped, progress=progress)
+            except Lost as lost:
+                # What went since the lookup is looked up again; what keeps going is given up, as is what cannot be used.
+                gone += lost.note is None
+                if lost.note is not None or gone >= ATTEMPTS:
+                    avoid |= {lost.name}
+                if lost.note is not None:
+                    logger.warning("%s", lost.note)
+                    notes.append(lost.note)
+                if lost.damaged:
+                    self.counts["broken"] += 1
+                    self.objects.remove(lost.name)
+                continue
+            self.counts["hits"] += 1
+            self.counts["tokens"] += restored.usable
+            restored.notes = (*notes, *restored.notes)
+            for node in found[0].nodes:
+                self.objects.touch(node.name)
+            return restored
+        self.counts["misses"] += 1
+        return None
+
+    def pin(self, id: str) -> str:
+        """Keep an object, and all that it follows, whatever the quota says; its whole id.
+
+        Raises:
+            IncompatibleError: no such object, or several.
+        """
+        held = self._one(id)
+        self.room.write(f"pins/{held.node.id}", held.node.name.encode())
+        return held.node.id
+
+    def unpin(self, id: str) -> str:
+        """Let an object go again when room is needed; its whole id.
+
+        Raises:
+            IncompatibleError: no such pin, or several.
+        """
+        pins = [entry.name.removeprefix("pins/") for entry in self.objects.names("pins/")]
+        found = [pin for pin in pins if id and pin.startswith(id)]
+        if len(found) != 1:
+            raise IncompatibleError(f"{len(found)} pins begin with {id!r}", hint="kvtool store ls shows them")
+        self.objects.remove(f"pins/{found[0]}")
+        return found[0]
+
+    def remove(self, id: str) -> int:
+        """Remove an object, what follows it, and the chunks before it that nothing else needs; the bytes freed.
+
+        Raises:
+            IncompatibleError: no such object, several, or a pinned one among them.
+        """
+        held = self._one(id)
+        catalogue = Catalogue(self.objects.names())
+        if catalogue.stays(held.node):
+            raise IncompatibleError(f"{held.node.id[:12]} is pinned, or what follows it is", hint="unpin it first")
+        line, freed = catalogue.line(held.node), 0
+        for one in [*catalogue.below(held.node), held]:
+            catalogue.drop(one)
+            freed += one.size if self.objects.remove(one.node.name) else 0
+        for one in line:
+            if catalogue.after(one.node) or one.node.id in catalogue.pinned:
+                break
+            catalogue.drop(one)
+            freed += one.size if self.objects.remove(one.node.name) else 0
+        return freed
+
+    def _one(self, id: str) -> Held:
+        found = Catalogue(self.objects.names()).find(id)
+        if len(found) != 1:
+            raise IncompatibleError(f"{len(found)} objects have an id that begins with {id!r}", hint="kvtool store ls shows them")
+        return found[0]
+
+    def gc(self) -> int:
+        """Remove what writers that died left, what no prompt can reach or needs, and what the quota has no room for; the bytes freed."""
+        spaces = self.known.spaces()
+        freed = self.objects.sweep() + self.room.orphans() + self.room.fit()
+        catalogue, now = Catalogue(self.objects.names()), time.time()
+        roots = {catalogue.space(held.node) for held in catalogue.held.values()}
+        needed = set()
+        for space in spaces:
+            if space.key[:SHORT] in roots:
+                needed |= {space.name, f"models/{space.weights}.json", *([tables_name(space.calibration)] if space.calibration else [])}
+        for name, entry in catalogue.others.items():
+            if name.startswith(("spaces/", "models/", "calibrations/")) and name not in needed and now - entry.used > GRACE:
+                freed += entry.size if self.objects.remove(name) else 0
+        return freed
+
+    def entries(self) -> list[Listed]:
+        """All objects with rows, those of one model and codec together, in the order of their tokens."""
+        catalogue = Catalogue(self.objects.names())
+        spaces = {space.key[:SHORT]: space for space in self.known.spaces()}
+        listed = []
+        for held in catalogue.held.values():
+            node, space = held.node, spaces.get(catalogue.space(held.node) or "")
+            model, codec = ("unknown", "unknown") if space is None else (self.known.model_name(space.weights), space.codec)
+            kind, pinned, leaf = "tail" if node.tail else "chunk", node.id in catalogue.pinned, not catalogue.after(node)
+            listed.append(Listed(node.id, kind, model, codec, node.start, node.tokens, held.size, held.used, pinned, leaf))
+        return sorted(listed, key=lambda one: (one.model, one.codec, one.start, one.id))
+
+    def stats(self) -> dict[str, Any]:
+        """Objects and bytes by kind, what is on its way, the quota, and what this process found."""
+        kinds: dict[str, dict[str, int]] = {}
+        for entry in self.objects.names():
+            kind = kinds.setdefault(entry.name.partition("/")[0], {"objects": 0, "bytes": 0})
+            kind["objects"] += 1
+            kind["bytes"] += entry.size
+        unfinished = self.objects.unfinished()
+        total = sum(kind["bytes"] for kind in kinds.values()) + unfinished
+        counts = {**self.counts, "evicted": self.room.evicted}
+        return {"kinds": kinds, "unfinished_bytes": unfinished, "bytes": total, "quota": self.room.quota, **counts}
+
+
+def _pieces(space: Space, snapshot: Snapshot, recent: int, whole: bool) -> list[Piece]:
+    """The objects of a prompt: its whole chunks, and its end with the newest rows, which begins where a chunk does."""
+    assert snapshot.tokens is not None
+    length, chunk = snapshot.length, space.chunk
+    ids = snapshot.tokens[:length]
+    if whole:
+        return [Piece(tail_name(space.key, ids, 0, recent), 0, length, recent, space.key, tail=True)]
+    keys = [space.key, *space.keys(ids)]
+    pieces = [Piece(chunk_name(key, keys[i], i * chunk, chunk), i * chunk, (i + 1) * chunk, 0, keys[i]) for i, key in enumerate(keys[1:])]
+    begin = (length - recent) // chunk * chunk if length > recent else 0
+    if begin < length:
+        parent = keys[begin // chunk]
+        pieces.append(Piece(tail_name(parent, ids[begin:], begin, recent), begin, length, recent, parent, tail=True))
+    return pieces
