@@ -128,11 +128,7 @@ class Space:
 
     def keys(self, tokens: Sequence[int]) -> Iterator[str]:
         """Keys of the whole chunks of a prompt, one after the other."""
-        ids = ids_bytes(tokens)
-        key, size = bytes.fromhex(self.key), 4 * self.chunk
-        for at in range(0, len(ids) - size + 1, size):
-            key = blake3(key + ids[at : at + size]).digest()
-            yield key.hex()
+        return chain(self.key, tokens, self.chunk)
 
 
 @dataclass(frozen=True)
@@ -161,6 +157,14 @@ class Node:
     @property
     def stop(self) -> int:
         return self.start + self.tokens
+
+
+def chain(parent: str, tokens: Sequence[int], chunk: int) -> Iterator[str]:
+    """Keys of the whole chunks of tokens that follow a key, one after the other."""
+    ids, key, size = ids_bytes(tokens), bytes.fromhex(parent), 4 * chunk
+    for at in range(0, len(ids) - size + 1, size):
+        key = blake3(key + ids[at : at + size]).digest()
+        yield key.hex()
 
 
 def chunk_name(key: str, parent: str, start: int, tokens: int) -> str:

@@ -16,12 +16,13 @@ from kvtool.capturing import Snapshot, check_ids, token_ids
 from kvtool.encoding import codec_plan
 from kvtool.model import LoadedModel
 from kvtool.store.catalogue import GRACE, Catalogue, Held
+from kvtool.store.checking import CheckReport, check
 from kvtool.store.described import Descriptions, tables_name
 from kvtool.store.finding import Match, matches
 from kvtool.store.folder import Folder
-from kvtool.store.keys import CHUNK, SHORT, Space, chunk_name, node_of, tail_name
+from kvtool.store.keys import CHUNK, SHORT, Node, Space, chain, chunk_name, node_of, tail_name
 from kvtool.store.objects import Objects
-from kvtool.store.opening import Lost, alive
+from kvtool.store.opening import Lost, alive, opened
 from kvtool.store.room import Room
 from kvtool.store.writing import Piece, first_row, whole_reason, write_piece
 from veloxquant_mlx.codecs import CodecPlan
@@ -273,16 +274,32 @@ class Store:
         catalogue = Catalogue(self.objects.names())
         if catalogue.stays(held.node):
             raise IncompatibleError(f"{held.node.id[:12]} is pinned, or what follows it is", hint="unpin it first")
-        line, freed = catalogue.line(held.node), 0
+        beside, line, freed = self._beside(catalogue, held.node), catalogue.line(held.node), 0
         for one in [*catalogue.below(held.node), held]:
             catalogue.drop(one)
             freed += one.size if self.objects.remove(one.node.name) else 0
-        for one in line:
+        for one in [*beside, *line]:
             if catalogue.after(one.node) or one.node.id in catalogue.pinned:
                 break
             catalogue.drop(one)
             freed += one.size if self.objects.remove(one.node.name) else 0
         return freed
+
+    def _beside(self, catalogue: Catalogue, node: Node) -> list[Held]:
+        """The chunks, last first, that hold the first rows of an end as well, as other prompts would share them."""
+        if not node.tail:
+            return []
+        with opened(self.objects, node.name) as reader:
+            tokens, parent = reader.manifest.tokens, str(reader.manifest.extra["store"]["parent"])
+        root, found = catalogue.space(node), []
+        chunk = next((space.chunk for space in self.known.spaces() if space.key[:SHORT] == root), node.tokens + 1)
+        for i, key in enumerate(chain(parent, () if tokens is None else tokens.ids, chunk)):
+            held = catalogue.held.get(chunk_name(key, parent, node.start + i * chunk, chunk))
+            if held is None:
+                break
+            found.append(held)
+            parent = key
+        return found[::-1]
 
     def _one(self, id: str) -> Held:
         found = Catalogue(self.objects.names()).find(id)
@@ -304,6 +321,10 @@ class Store:
             if name.startswith(("spaces/", "models/", "calibrations/")) and name not in needed and now - entry.used > GRACE:
                 freed += entry.size if self.objects.remove(name) else 0
         return freed
+
+    def check(self, progress: Callable[[int, int], None] | None = None) -> CheckReport:
+        """Read every object and compare it with its name; nothing is changed."""
+        return check(self.objects, progress)
 
     def entries(self) -> list[Listed]:
         """All objects with rows, those of one model and codec together, in the order of their tokens."""
