@@ -1,8 +1,8 @@
 """Capture: a prompt run through a model once, and its KV cache as a plain value."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_pr
 
 from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
+from kvtool.hidden import inputs_taken
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.snapshot import take_states, unlimited
@@ -37,6 +38,7 @@ class Snapshot:
         states: one entry a layer, live rows only.
         probes: what the model's layers are (heads, dims, windows, live RoPE), one entry a layer.
         history: lossy steps that the rows have behind them, for the file's quality record.
+        inputs: layer -> what entered it, (length, E), where that was asked for.
     """
 
     model: ModelInfo
@@ -45,6 +47,7 @@ class Snapshot:
     states: tuple[CacheState, ...]
     probes: tuple[CacheProbe, ...]
     history: tuple[dict[str, Any], ...] = ()
+    inputs: Mapping[int, mx.array] = field(default_factory=dict)
 
 
 def encode_prompt(model: LoadedModel, prompt: str, *, chat: bool = False) -> list[int]:
@@ -76,6 +79,7 @@ def capture(
     tokens: Sequence[int] | None = None,
     row: int | None = None,
     chat: bool = False,
+    layer_inputs: Collection[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Snapshot:
     """Run a prompt and keep its KV cache, or take over a cache that mlx-lm has already filled.
@@ -87,11 +91,12 @@ def capture(
         tokens: with `cache`, the token ids it stands for (None where they are unknown).
         row: with `cache`, which sequence of a batch to take.
         chat: wrap a text prompt in the model's chat template.
+        layer_inputs: with a prompt, layers whose inputs to keep too: what a model of the same shapes needs to run layers from there on.
         progress: called with (tokens done, tokens in all) during prefill.
     Returns:
         Snapshot
     Raises:
-        ValueError: neither or both of prompt and cache, an empty prompt, ids outside the vocabulary.
+        ValueError: neither or both of prompt and cache, an empty prompt, ids outside the vocabulary, layer inputs that cannot be had.
         TypeError: ids that are not integers.
         IncompatibleError: the cache is not of this model's shape, has dropped rows that the model keeps, or does not fit the tokens.
     """
@@ -99,8 +104,11 @@ def capture(
         raise TypeError(f"[capture] model must come from kvtool.load_model, but got {type(model).__name__}.")
     if (prompt is None) == (cache is None):
         raise ValueError("[capture] give either a prompt or a cache.")
+    if cache is not None and layer_inputs:
+        raise ValueError("[capture] layer_inputs go with a prompt: a cache does not hold what entered its layers.")
     probes = probe_model(model.model)
     history: tuple[dict[str, Any], ...] = ()
+    inputs: dict[int, mx.array] = {}
     if cache is not None:
         history = _coded_before(cache)
         known = None if tokens is None else tuple(token_ids(tokens))
@@ -118,7 +126,10 @@ def capture(
         check_ids(model, ids)
         known = tuple(ids)
         part = cached_part(model, len(ids))
-        states = take_states(prefill(model, ids[:part], progress=progress), length=part)
+        with inputs_taken(model, layer_inputs) as taken:
+            states = take_states(prefill(model, ids[:part], progress=progress), length=part)
+        inputs = {layer: mx.concatenate(parts) for layer, parts in taken.items()}
+        mx.eval(inputs)
     check_against(states, probes)
     length = length_of(states)
     if known is not None and len(known) not in (length, length + 1):
@@ -126,7 +137,7 @@ def capture(
             f"{model.info.name}: the cache holds {length} tokens, but {len(known)} token ids were given",
             hint="give the ids of exactly the tokens in the cache",
         )
-    return Snapshot(model.info, known, length, states, probes, history)
+    return Snapshot(model.info, known, length, states, probes, history, inputs)
 
 
 def _coded_before(cache: Sequence[Any]) -> tuple[dict[str, Any], ...]:

@@ -16,7 +16,8 @@ from formats.errors import IncompatibleError
 from formats.transfer_map import MapFile, write_map
 from kvtool import tiny
 from kvtool.bridges.fitting import fit
-from kvtool.bridges.transferring import Recompute, source_of, source_of_snapshot, transfer
+from kvtool.bridges.recompute import Recompute
+from kvtool.bridges.transferring import source_of, source_of_snapshot, transfer
 from kvtool.bridges.work import Work
 from kvtool.capturing import Snapshot, capture
 from kvtool.cli import run

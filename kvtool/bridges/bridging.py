@@ -9,7 +9,8 @@ from typing import Any
 from formats.transfer_map import MapFile, read_map
 from kvtool.archive import Restored, SaveReport, save
 from kvtool.archive import open as open_archive
-from kvtool.bridges.transferring import Recompute, source_of, transfer
+from kvtool.bridges.recompute import Recompute
+from kvtool.bridges.transferring import source_of, transfer
 from kvtool.calibrations import Calibration, is_calibrated
 from kvtool.capturing import Snapshot
 from kvtool.encoding import codec_plan

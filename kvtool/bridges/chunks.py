@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from formats.errors import IncompatibleError
 from kvtool.bridges.pairs import check_layers_of
-from kvtool.bridges.transferring import Source, cached, continued, full_state
+from kvtool.bridges.running import continued, full_state
+from kvtool.bridges.transferring import Source, cached
 from kvtool.capturing import Snapshot
 from kvtool.compat import short
 from kvtool.model import LoadedModel

@@ -1,13 +1,14 @@
 """A cache of one model for another: rows mapped where there is a map, keys rotated as the target rotates them, some rows recomputed.
 
-    rows of the source, before RoPE  ->  map  ->  RoPE of the target  ->  the first tokens run  ->  the newest tokens run
+    rows of the source, before RoPE  ->  map  ->  RoPE of the target  ->  some layers run  ->  some tokens run
 
 What the target runs itself is exact but for what it sees of the mapped rows: the first tokens see none of them, the newest all.
 """
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,56 +19,18 @@ from formats.manifest import ModelInfo
 from formats.transfer_map import LayerMap, MapFile
 from kvtool.archive import Archive
 from kvtool.bridges.pairs import before_rope, check_layers_of
+from kvtool.bridges.recompute import Recompute, recomputed
+from kvtool.bridges.running import full_state
 from kvtool.bridges.work import Work
-from kvtool.capturing import PREFILL_STEP, Snapshot, prefill
+from kvtool.capturing import Snapshot
 from kvtool.compat import short
 from kvtool.decoding import rope_of
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe
-from kvtool.snapshot import build_caches, take_states
 from kvtool.states import CacheState
 from veloxquant_mlx.transfer.rope import rotate, unrotated
 
 Rows = Callable[[int], np.ndarray]
-_PART = re.compile(r"(first|newest)=(\d+(?:\.\d+)?)(%?)")
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """What the target computes itself.
-
-    Attributes:
-        first: tokens at the start.
-        newest: tokens at the end.
-    """
-
-    first: int = 0
-    newest: int = 0
-
-    @classmethod
-    def parse(cls, text: str, length: int) -> "Recompute":
-        """From "first=4,newest=20%": tokens, or per cent of `length`.
-
-        Raises:
-            ValueError: anything else, or more than there is.
-        """
-        found: dict[str, int] = {}
-        for word in text.split(","):
-            match = _PART.fullmatch(word.strip())
-            if match is None or match[1] in found:
-                raise ValueError(f"[recompute] must be such as first=4,newest=20% or newest=128, but got {text!r}.")
-            amount = float(match[2]) * length / 100 if match[3] else float(match[2])
-            if not match[3] and amount != int(amount):
-                raise ValueError(f"[recompute] {match[1]} must be a whole number of tokens, or per cent, but got {match[2]}.")
-            found[match[1]] = int(amount)
-        plan = cls(**found)
-        if plan.first + plan.newest > length:
-            raise ValueError(f"[recompute] first and newest must be at most the {length} tokens of the cache, but got {text!r}.")
-        return plan
-
-    def share(self, work: Work, length: int) -> float:
-        """Of the prefill's arithmetic."""
-        return work.share(work.span(0, self.first) + work.span(length - self.newest, length), length)
 
 
 @dataclass(frozen=True)
@@ -80,6 +43,7 @@ class Source:
         rows: layer -> (length, heads (D_k + D_v)) float32: keys before RoPE in half-split order, then values, all heads.
         shapes: (heads, D_k, D_v) of each layer.
         history: lossy steps so far.
+        inputs: layer -> gives what entered it, (length, E), where that was kept.
     """
 
     model: ModelInfo
@@ -88,6 +52,20 @@ class Source:
     rows: Rows
     shapes: tuple[tuple[int, int, int], ...]
     history: tuple[dict[str, Any], ...] = ()
+    inputs: Mapping[int, Callable[[], mx.array]] = field(default_factory=dict)
+
+    def layer_input(self, layer: int) -> mx.array:
+        """What entered a layer of the source.
+
+        Raises:
+            IncompatibleError: it was not kept.
+        """
+        if layer not in self.inputs:
+            kept = ", ".join(map(str, sorted(self.inputs))) or "none"
+            raise IncompatibleError(
+                f"what entered layer {layer} of {self.model.name} was not kept (kept: {kept})", hint=f"kvtool export --layer-input {layer}"
+            )
+        return self.inputs[layer]()
 
 
 def source_of(archive: Archive) -> Source:
@@ -135,7 +113,8 @@ def source_of_snapshot(snapshot: Snapshot) -> Source:
         assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array) and probe.k is not None
         return before_rope(state.k, state.v, probe.k.rope)
 
-    return Source(snapshot.model, snapshot.tokens, snapshot.length, rows, tuple(shapes), snapshot.history)
+    inputs = {layer: partial(snapshot.inputs.__getitem__, layer) for layer in snapshot.inputs}
+    return Source(snapshot.model, snapshot.tokens, snapshot.length, rows, tuple(shapes), snapshot.history, inputs)
 
 
 def transfer(
@@ -163,11 +142,12 @@ def transfer(
         ValueError: more to recompute than there are tokens.
     """
     recompute = recompute or Recompute()
-    if recompute.first + recompute.newest > source.length:
-        raise ValueError(f"[transfer] recompute must be at most the {source.length} tokens of the cache, but got {recompute}.")
+    recompute.check(source.length)
     probes = check_layers_of(target)
+    recompute.check(source.length, len(probes))
     _check_models(source, target, mapping)
     maps = _maps(source, probes, mapping)
+    begun = time.perf_counter()
     kept: dict[int, np.ndarray] = {}
     states: list[CacheState] = []
     for i, (probe, own) in enumerate(zip(probes, maps, strict=True)):
@@ -177,7 +157,9 @@ def transfer(
         states.append(full_state(*cached(rows, probe)))
         if progress is not None:
             progress(i + 1, len(probes))
-    states = _recomputed(states, source, target, recompute)
+    mapped = time.perf_counter()
+    states, chosen = recomputed(states, source.tokens[: source.length], target, recompute, source.layer_input)
+    done = time.perf_counter()
     work = Work(target)
     step: dict[str, Any] = {
         "step": "transfer",
@@ -186,19 +168,22 @@ def transfer(
         "mapped": mapping is not None,
         "first": recompute.first,
         "newest": recompute.newest,
-        "recomputed_share": round(recompute.share(work, source.length), 4),
+        "deviating": recompute.deviating,
+        "layers": None if recompute.block is None else list(recompute.block),
+        "recomputed_share": round(recompute.share(work, source.length, chosen), 4),
+        "seconds": {"map": round(mapped - begun, 4), "recompute": round(done - mapped, 4)},
     }
     if mapping is not None:
         step["map_unexplained"] = round(float(np.mean([own.unexplained for own in mapping.layers.values()])), 4)
         step["map_share"] = round(work.share(work.of_map(mapping, source.length), source.length), 4)
-    step["note"] = _note(step)
+    step["note"] = _note(step, recompute)
     return Snapshot(target.info, source.tokens, source.length, tuple(states), probes, (*source.history, step))
 
 
-def _note(step: dict[str, Any]) -> str:
+def _note(step: dict[str, Any], plan: Recompute) -> str:
     """One line on what was done; that it was not measured here is part of it."""
     how = [f"rows mapped, {step['map_unexplained']:.0%} left unexplained on other texts" if step["mapped"] else "rows as they were"]
-    how += [f"{step[name]} {name} tokens recomputed" for name in ("first", "newest") if step[name]]
+    how += [f"{what} recomputed" for what in plan.words()]
     return f"{', '.join(how)} ({step['recomputed_share'] + step.get('map_share', 0.0):.1%} of a prefill)"
 
 
@@ -263,49 +248,3 @@ def cached(rows: mx.array, probe: CacheProbe, first: int = 0) -> tuple[mx.array,
     k, v = k.astype(probe.k.dtype), v.astype(probe.v.dtype)
     mx.eval(k, v)
     return k, v
-
-
-def full_state(k: mx.array, v: mx.array) -> CacheState:
-    """A plain cache of full attention with these rows, from position 0."""
-    length = k.shape[1]
-    if not length:
-        return CacheState(cls="KVCache", attention="full", window=None, offset=0, positions=(), params={})
-    return CacheState(cls="KVCache", attention="full", window=None, offset=length, positions=((0, length),), params={}, k=k, v=v)
-
-
-def _recomputed(states: Sequence[CacheState], source: Source, target: LoadedModel, plan: Recompute) -> list[CacheState]:
-    """The states with the first and the newest tokens as the target computes them."""
-    tokens, length = list(source.tokens[: source.length]), source.length
-    states = list(states)
-    if plan.first:
-        exact = take_states(prefill(target, tokens[: plan.first]), length=plan.first)
-        states = [_with(state, own, 0) for state, own in zip(states, exact, strict=True)]
-    if plan.newest:
-        begin = length - plan.newest
-        states = continued([_cut(state, begin) for state in states], target, tokens[begin:])
-    return states
-
-
-def continued(states: Sequence[CacheState], model: LoadedModel, tokens: Sequence[int]) -> list[CacheState]:
-    """The states after the model has run tokens on them."""
-    if not tokens:
-        return list(states)
-    caches: list[Any] = build_caches(states)
-    for start in range(0, len(tokens), PREFILL_STEP):
-        model.model(mx.array(list(tokens[start : start + PREFILL_STEP]))[None], cache=caches)
-        mx.eval([cache.state for cache in caches])
-    return list(take_states(caches, length=states[0].offset + len(tokens)))
-
-
-def _cut(state: CacheState, length: int) -> CacheState:
-    assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array)
-    return full_state(state.k[:, :length], state.v[:, :length])
-
-
-def _with(state: CacheState, own: CacheState, start: int) -> CacheState:
-    """The state with rows from `start` on taken from another."""
-    whole = [getattr(state, role) for role in "kv"]
-    rows = [getattr(own, role) for role in "kv"]
-    k, v = (mx.concatenate([a[:, :start], b, a[:, start + b.shape[1] :]], axis=1) for a, b in zip(whole, rows, strict=True))
-    mx.eval(k, v)
-    return replace(state, k=k, v=v)

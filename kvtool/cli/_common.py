@@ -40,7 +40,10 @@ map_option = click.option(
     "--map", "mapping", type=click.Path(exists=True, dir_okay=False), metavar="MAP", help="Map rows by this file of `kvtool fit`."
 )
 recompute_option = click.option(
-    "--recompute", metavar="PLAN", help="What the model computes itself, such as first=4,newest=15%: tokens, or per cent of them."
+    "--recompute",
+    metavar="PLAN",
+    help="What the model computes itself, such as first=4,newest=15%: tokens, or per cent of them; deviating=10%: those whose rows differ "
+    "most; layers=9-15: layers 9 to 14 on what entered layer 9 (export --layer-input 9).",
 )
 
 

@@ -26,7 +26,8 @@ import kvtool
 from formats.transfer_map import MapFile, read_map, write_map
 from kvtool.bootstrap import paired_ratio
 from kvtool.bridges.fitting import fit
-from kvtool.bridges.transferring import Recompute, source_of, source_of_snapshot, transfer
+from kvtool.bridges.recompute import Recompute
+from kvtool.bridges.transferring import source_of, source_of_snapshot, transfer
 from kvtool.bridges.work import Work
 from kvtool.calibrations import Calibration, load
 from kvtool.capturing import Snapshot, capture
