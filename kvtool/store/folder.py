@@ -99,7 +99,7 @@ class Folder:
             with open(self._file(name), "rb") as file:
                 file.seek(start)
                 return file.read() if length is None else file.read(length)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise Missing(name) from None
 
     def path(self, name: str) -> Path | None:
@@ -175,7 +175,7 @@ class Folder:
         return True
 
     def touch(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.utime(self._file(name))
 
     def unfinished(self) -> int:

@@ -1,0 +1,163 @@
+"""A bounded folder of copies in front of a back end without files, so that its objects can be mapped.
+
+The other back end has the say: what this folder holds can be thrown away at any time. Any number of processes on any number of machines may
+share the back end, each machine with a folder of its own, which its processes may share too. A copy is checked with every digest of the
+file before it is kept. Copies are plain files, also of encrypted objects: where that must not be, put the folder on an encrypted or memory
+disk."""
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from formats.container import open_container
+from formats.errors import IntegrityError, KVError
+from kvtool.store.folder import Folder
+from kvtool.store.objects import Entry, Missing, Objects
+
+QUOTA = 16 << 30
+# One read of the back end: bounded, so that a timeout is about a stalled connection and not about a big object.
+_BLOCK = 16 << 20
+
+
+def check_container(path: Path) -> None:
+    """Read a kvtool file with every check that it has.
+
+    Raises:
+        KVError: what is wrong with it.
+    """
+    with open_container(path) as reader:
+        defects = reader.verify()
+    if defects:
+        raise defects[0].error
+
+
+class LocalCopy:
+    """See `Objects`.
+
+    Args:
+        remote: the back end.
+        folder: where the copies are.
+        quota: bytes that the copies may take; the least recently used go first. A file that is mapped lives on until it is unmapped.
+        check: raises KVError where a fetched file is not what was written.
+    """
+
+    def __init__(
+        self,
+        remote: Objects,
+        folder: str | os.PathLike[str],
+        *,
+        quota: int = QUOTA,
+        check: Callable[[Path], None] = check_container,
+    ) -> None:
+        self.remote = remote
+        self.local = Folder(folder)
+        self.quota = quota
+        self._check = check
+
+    def __repr__(self) -> str:
+        return f"LocalCopy({self.remote!r}, {str(self.local.root)!r})"
+
+    @property
+    def name_key(self) -> bytes | None:
+        """What an encrypted back end makes names with."""
+        return getattr(self.remote, "name_key", None)
+
+    @property
+    def scratch(self) -> Path:
+        return self.local.scratch
+
+    def path(self, name: str) -> Path | None:
+        """The copy, fetched where there is none yet.
+
+        Raises:
+            KVError: the object is not what was written, also when fetched a second time.
+            OSError: the back end failed, or the object is larger than the quota.
+        """
+        found = self.local.path(name)
+        if found is None:
+            if not self._fetch(name):
+                return None
+            found = self.local.path(name)
+        self.local.touch(name)
+        return found
+
+    def _fetch(self, name: str) -> bool:
+        """Whether there is such an object; then there is a copy of it too, unless another process was quick to evict it."""
+        size = self.remote.size(name)
+        if size is None:
+            return False
+        if size > self.quota:
+            raise OSError(errno.EFBIG, f"{name} has {size} bytes, the local copies may take {self.quota}", str(self.local.root))
+        self._make_room(size)
+        target = self.scratch / f"{secrets.token_hex(8)}.fetched"
+        try:
+            try:
+                self._download(name, size, target)
+            except KVError:
+                # Removed and written anew while it was read in blocks, perhaps.
+                size = self.remote.size(name)
+                if size is None:
+                    return False
+                self._download(name, size, target)
+            self.local.write(name, target)
+        except Missing:
+            return False
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(target)
+        return True
+
+    def _download(self, name: str, size: int, target: Path) -> None:
+        with open(target, "wb") as file:
+            for start in range(0, size, _BLOCK):
+                file.write(self.remote.read(name, start, min(_BLOCK, size - start)))
+            if file.tell() != size:
+                raise IntegrityError(f"{file.tell()} bytes came, {size} were promised", path=f"{self.remote!r}: {name}")
+        self._check(target)
+
+    def _make_room(self, size: int) -> None:
+        entries = sorted(self.local.names(), key=lambda entry: entry.used)
+        taken = sum(entry.size for entry in entries) + self.local.unfinished()
+        for entry in entries:
+            if taken + size <= self.quota:
+                return
+            self.local.remove(entry.name)
+            taken -= entry.size
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        try:
+            return self.local.read(name, start, length)
+        except Missing:
+            return self.remote.read(name, start, length)
+
+    def write(self, name: str, source: Path | bytes) -> bool:
+        try:
+            return self.remote.write(name, source)
+        finally:
+            if isinstance(source, Path) and source.parent == self.scratch:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(source)
+
+    def size(self, name: str) -> int | None:
+        return self.remote.size(name)
+
+    def names(self, prefix: str = "") -> Iterator[Entry]:
+        return self.remote.names(prefix)
+
+    def remove(self, name: str) -> bool:
+        self.local.remove(name)
+        return self.remote.remove(name)
+
+    def touch(self, name: str) -> None:
+        self.local.touch(name)
+        self.remote.touch(name)
+
+    def unfinished(self) -> int:
+        return self.remote.unfinished()
+
+    def sweep(self) -> int:
+        self.local.sweep()
+        return self.remote.sweep()
