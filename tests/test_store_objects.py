@@ -69,7 +69,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     """An empty back end."""
     made = make(request.param, request.getfixturevalue, tmp_path, monkeypatch)
     yield made
-    close(made)
+    made.close()
 
 
 def make(kind: str, fixture: Callable[[str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
@@ -92,15 +92,6 @@ def make(kind: str, fixture: Callable[[str], int], tmp_path: Path, monkeypatch: 
     valkey = pytest.importorskip("kvtool.store.valkey")
     port = fixture("cluster_port" if kind == "redis-cluster" else "redis_port")
     return valkey.Valkey(f"redis://127.0.0.1:{port}/0?prefix={own}&cluster={int(kind == 'redis-cluster')}")
-
-
-def close(objects: Objects) -> None:
-    for inner in (getattr(objects, "inner", None), getattr(objects, "remote", None)):
-        if inner is not None:
-            close(inner)
-    client = getattr(objects, "_client", None)
-    if client is not None:
-        client.close()
 
 
 def content(size: int, seed: int = 0) -> bytes:
@@ -255,4 +246,4 @@ def test_one_of_four_processes_creates(kind: str, request: pytest.FixtureRequest
     for i, winners in won.items():
         assert len(winners) == 1, won
         assert objects.read(f"raced/{i}") == content(100_000, winners[0])
-    close(objects)
+    objects.close()

@@ -215,6 +215,9 @@ class Buckets:
                 freed += size
         return freed
 
+    def close(self) -> None:
+        self._scratch.close()
+
 
 def _parsed(url: str) -> tuple[str, str, str]:
     """(scheme, bucket, prefix) of a URL."""

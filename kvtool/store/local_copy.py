@@ -161,3 +161,7 @@ class LocalCopy:
     def sweep(self) -> int:
         self.local.sweep()
         return self.remote.sweep()
+
+    def close(self) -> None:
+        self.local.close()
+        self.remote.close()

@@ -14,6 +14,7 @@ class Scratch:
     def __init__(self) -> None:
         self._made: Path | None = None
         self._owner = 0
+        self._end: weakref.finalize[..., Scratch] | None = None
         self._making = threading.Lock()
 
     def folder(self) -> Path:
@@ -21,8 +22,15 @@ class Scratch:
         with self._making:
             if self._made is None or self._owner != os.getpid():
                 self._made, self._owner = Path(tempfile.mkdtemp(prefix="kvtool-store-")), os.getpid()
-                weakref.finalize(self, _remove, self._made, self._owner)
+                self._end = weakref.finalize(self, _remove, self._made, self._owner)
             return self._made
+
+    def close(self) -> None:
+        """Remove the folder; it is made anew where it is asked for again."""
+        with self._making:
+            if self._end is not None:
+                self._end()
+            self._made = self._end = None
 
 
 def _remove(folder: Path, owner: int) -> None:

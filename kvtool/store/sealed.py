@@ -174,6 +174,10 @@ class Sealed:
     def sweep(self) -> int:
         return self.inner.sweep()
 
+    def close(self) -> None:
+        self._scratch.close()
+        self.inner.close()
+
 
 def _derived(key: bytes, salt: bytes | None, info: bytes, length: int) -> bytes:
     return HKDF(algorithm=SHA256(), length=length, salt=salt, info=info).derive(key)

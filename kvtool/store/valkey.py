@@ -247,6 +247,10 @@ class Valkey:
                     freed += size if self._client.unlink(key) else 0
         return freed
 
+    def close(self) -> None:
+        self._client.close()
+        self._scratch.close()
+
 
 def _blocks(source: Path | bytes) -> Iterator[bytes]:
     if isinstance(source, bytes):
