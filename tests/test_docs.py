@@ -18,7 +18,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def commands() -> dict[str, click.Command]:
     context = click.Context(group)
     found = {name: group.get_command(context, name) for name in COMMANDS}
-    return {name: command for name, command in found.items() if command is not None}
+    whole = {name: command for name, command in found.items() if command is not None}
+    # Of a group, such as store, each of its own.
+    groups = {name: command for name, command in whole.items() if isinstance(command, click.Group)}
+    return whole | {f"{name} {inner}": command for name, outer in groups.items() for inner, command in outer.commands.items()}
 
 
 def examples() -> list[str]:
@@ -43,16 +46,18 @@ def test_example_parses(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_there_are_examples_of_every_command() -> None:
-    named = {line.split()[1] for line in examples()}
-    assert named == set(COMMANDS)
+    lines = [line + " " for line in examples()]
+    assert {line.split()[1] for line in lines} == set(COMMANDS)
+    assert all(any(line.startswith(f"kvtool {name} ") for line in lines) for name in commands())
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@pytest.mark.parametrize("name", sorted(commands()))
 def test_help_has_an_example(name: str) -> None:
     command = commands()[name]
     assert command.help is not None and "Example:" in command.help and f"kvtool {name}" in command.help
-    # A server reports nothing.
-    assert name == "lm-server" or any("--json" in p.opts for p in command.params), f"{name} has no --json"
+    # A server reports nothing, and of a group each command by itself.
+    reports = name != "lm-server" and not isinstance(command, click.Group)
+    assert not reports or any("--json" in p.opts for p in command.params), f"{name} has no --json"
     undocumented = [p.name for p in command.params if isinstance(p, click.Option) and not p.help and p.metavar is None]
     assert not undocumented
 

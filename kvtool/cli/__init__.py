@@ -32,6 +32,7 @@ COMMANDS = {
     "recode": "kvtool.cli.recode",
     "fit": "kvtool.cli.fit",
     "join": "kvtool.cli.join",
+    "store": "kvtool.cli.store",
     "inspect": "kvtool.cli.inspect",
     "explain": "kvtool.cli.explain",
     "check": "kvtool.cli.check",

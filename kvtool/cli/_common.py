@@ -2,16 +2,20 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from formats.atomic import target_of
 from formats.errors import KVError
+
+if TYPE_CHECKING:
+    from kvtool.store.store import PutReport, Store
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 model_option = click.option(
@@ -44,6 +48,27 @@ recompute_option = click.option(
     metavar="PLAN",
     help="What the model computes itself, such as first=4,newest=15%: tokens, or per cent of them; deviating=10%: those whose rows differ "
     "most; layers=9-15: layers 9 to 14 on what entered layer 9 (export --layer-input 9).",
+)
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Size(click.ParamType):
+    """A number of bytes, such as 500MB, 10GiB or 1000000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) *([kmgt]?i?)b?", str(value).strip().lower())
+        if found is None or found[2] not in _UNITS or float(found[1]) * _UNITS[found[2]] < 1:
+            self.fail(f"{value!r} is no size such as 500MB or 10GiB.", param, ctx)
+        return int(float(found[1]) * _UNITS[found[2]])
+
+
+quota_option = click.option(
+    "--quota", type=Size(), metavar="SIZE", help="Bytes that the store may take, such as 10GB; the least worth goes. By default no end."
 )
 
 
@@ -162,6 +187,21 @@ def save_lines(report: Any) -> str:
         lines.append(f"  needs calibration {report.calibration} to be read")
     lines += [f"  fallback: {text}" for text in report.fallbacks]
     lines += [f"  kept as it is: {text}" for text in report.kept_raw] + [f"  stored after RoPE: {text}" for text in report.kept_post]
+    return "\n".join(lines)
+
+
+def opened(where: str, quota: int | None = None) -> "Store":
+    """The store at an address."""
+    from kvtool.store.store import Store
+
+    return Store(where, quota=quota)
+
+
+def put_lines(report: "PutReport") -> str:
+    """A PutReport as text."""
+    lines = [f"{report.id}: {report.tokens} tokens, codec {report.codec}"]
+    shared = f"{report.chunks} whole chunks and its end" if report.whole is None else f"in one piece: {report.whole}"
+    lines.append(f"  {shared}; {report.new} new, {report.bytes:,} bytes")
     return "\n".join(lines)
 
 

@@ -19,6 +19,9 @@ from kvtool.cli._common import (
     json_option,
     model_option,
     note,
+    opened,
+    put_lines,
+    quota_option,
     read_text,
     read_tokens,
     recent_option,
@@ -67,7 +70,9 @@ if TYPE_CHECKING:
 @frame_option
 @click.option("--no-zstd", is_flag=True, help="Store every tensor uncompressed.")
 @dtype_option
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="OUT.kv", help="The file to write.")
+@click.option("--store", "where", metavar="STORE", help="Put it into a store instead; see kvtool store.")
+@quota_option
 @json_option
 @click.pass_context
 def command(
@@ -87,15 +92,18 @@ def command(
     frame: str | None,
     no_zstd: bool,
     dtype: str,
-    output: str,
+    output: str | None,
+    where: str | None,
+    quota: int | None,
     as_json: bool,
 ) -> None:
-    """Run a prompt once and keep its KV cache in a file.
+    """Run a prompt once and keep its KV cache in a file, or in a store.
 
     \b
     Example:
       kvtool export --model tiny-a --prompt-file report.txt --codec rvq-2+2 -o report.kv
       kvtool export --model tiny-a --prompt-file report.txt --codec tc-2 --quality kl=0.01 -o report.kv
+      kvtool export --model tiny-a --prompt-file report.txt --codec rvq-4 --store prompts
       kvtool export --model tiny-a --from-cache old.safetensors --tokens ids.json -o old.kv
     """
     given = [
@@ -108,7 +116,10 @@ def command(
     limit = None if quality is None else _limit(quality)
     if quality is not None and from_cache is not None:
         raise click.UsageError("--quality measures on the prompt, so it does not go with --from-cache")
-    check_target(output)
+    if (output is None) == (where is None) or (where is None and quota is not None) or (where is not None and no_zstd):
+        raise click.UsageError("give one of --output and --store; --quota goes with the latter, --no-zstd with the former")
+    if output is not None:
+        check_target(output)
     ids = None if tokens_file is None else read_tokens(tokens_file)
     text = read_text(prompt_file) if prompt_file is not None else prompt
 
@@ -162,6 +173,13 @@ def command(
             found = smallest_rate(model, snapshot, limit, family=family, plan=plan, calibration=tables, progress=progress)
         plan, details = carried(found.plan), found.record()
         note(f"{plan.spec()}: KL {found.kl:.3g} nats a token on the prompt ({found.positions} tokens), at most {limit:g} asked for")
+    prompt_tokens = None if snapshot.tokens is None else len(snapshot.tokens)
+    if output is None:
+        assert where is not None
+        with opened(where, quota) as store, bar("writing", quiet=as_json) as progress:
+            put = store.put(snapshot, codec=plan, calibration=calibration, model=model, progress=progress)
+        emit(as_json, {"store": where, **asdict(put), "prompt_tokens": prompt_tokens}, put_lines(put))
+        return
     with bar("writing", quiet=as_json) as progress:
         report = save(
             snapshot,
@@ -175,7 +193,7 @@ def command(
         )
     for remark in report.notes:
         note(remark)
-    emit(as_json, {**asdict(report), "prompt_tokens": None if snapshot.tokens is None else len(snapshot.tokens)}, save_lines(report))
+    emit(as_json, {**asdict(report), "prompt_tokens": prompt_tokens}, save_lines(report))
 
 
 def _limit(quality: str) -> float:

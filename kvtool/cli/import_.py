@@ -5,6 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,7 +21,9 @@ from kvtool.cli._common import (
     map_option,
     model_option,
     note,
+    opened,
     quality_line,
+    quota_option,
     read_text,
     recompute_option,
 )
@@ -36,9 +39,10 @@ def _finite(value: float) -> float:
 
 
 @click.command("import")
-@click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
+@click.argument("source", metavar="[IN.kv]", required=False, type=click.Path(exists=True, dir_okay=False))
 @model_option
-@click.option("--prompt", metavar="TEXT", help="Text that follows the cached prompt.")
+@click.option("--store", "where", metavar="STORE", help="Go on from the longest beginning of the prompt in a store; see kvtool store.")
+@click.option("--prompt", metavar="TEXT", help="Text that follows the cached prompt; with --store the whole prompt.")
 @click.option("--prompt-file", metavar="F", help="The same from a file; - is stdin.")
 @click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, metavar="N")
 @click.option(
@@ -64,12 +68,17 @@ def _finite(value: float) -> float:
 @map_option
 @recompute_option
 @click.option("--require", "limits", metavar="LIMITS", help="Refuse (exit 7) unless sealed to be as good, such as kl=0.05,top1=0.9.")
+@click.option("--chat", is_flag=True, help="With --store: wrap the prompt as a user's message in the model's chat template.")
+@click.option("--codec", metavar="SPEC", help="With --store: code what was run like this; by default like its beginning, else rvq-4.")
+@click.option("--no-put", is_flag=True, help="With --store: leave the store as it is.")
+@quota_option
 @calibration_option
 @dtype_option
 @json_option
 def command(
-    source: str,
+    source: str | None,
     model_name: str,
+    where: str | None,
     prompt: str | None,
     prompt_file: str | None,
     max_tokens: int,
@@ -81,19 +90,34 @@ def command(
     mapping: str | None,
     recompute: str | None,
     limits: str | None,
+    chat: bool,
+    codec: str | None,
+    no_put: bool,
+    quota: int | None,
     calibration: str | None,
     dtype: str,
     as_json: bool,
 ) -> None:
     """Go on from a file's cache: the text streams to stdout. With --to, write mlx-lm's own file instead.
 
+    With --store, the longest beginning of the prompt that the store holds is loaded, the rest is run and put there for the next time.
+
     \b
     Example:
       kvtool import report.kv --model tiny-a --prompt "In short:" --max-tokens 40
+      kvtool import --store prompts --model tiny-a --prompt-file report.txt
       kvtool import report.kv --model tiny-a --to mlx-lm report.safetensors
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give one of --prompt and --prompt-file")
+    if (source is None) == (where is None):
+        raise click.UsageError("give one of IN.kv and --store")
+    if where is None and (chat or codec is not None or no_put or quota is not None):
+        raise click.UsageError("--chat, --codec, --no-put and --quota go with --store")
+    if where is not None and (target, live, mapping, recompute, limits, allow_mismatch) != (None, None, None, None, None, False):
+        raise click.UsageError("--to, --live, --map, --recompute, --require and --allow-mismatch go with a file (kvtool store get)")
+    if where is not None and prompt is None and prompt_file is None:
+        raise click.UsageError("--store goes with --prompt or --prompt-file: a cache is found by its prompt")
     if target is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("--to writes the cache alone; give the prompt to mlx_lm.generate")
     if decode and live is not None:
@@ -109,14 +133,35 @@ def command(
     from kvtool.archive import cast_note
     from kvtool.archive import open as open_archive
     from kvtool.bridges.bridging import load_across
-    from kvtool.capturing import check_ids
+    from kvtool.capturing import check_ids, encode_prompt
     from kvtool.foreign import write_mlx_lm
     from kvtool.loading import load
     from kvtool.model import load_model
     from kvtool.sealing import parse_limits, require
+    from kvtool.store.resuming import resume
 
     text = read_text(prompt_file) if prompt_file is not None else prompt
     model = load_model(model_name, dtype=dtype)
+    if where is not None:
+        assert text is not None
+        tokens = encode_prompt(model, text, chat=chat)
+        start = time.perf_counter()
+        with opened(where, quota) as store, bar("prefill", quiet=as_json) as progress:
+            resumed = resume(store, tokens, model, codec=codec, calibration=calibration, put=not no_put, decode=decode, progress=progress)
+        for remark in resumed.notes:
+            note(remark)
+        about: dict[str, Any] = {
+            "usable_tokens": resumed.usable,
+            "prefilled_tokens": resumed.ran,
+            "put": None if resumed.put is None else asdict(resumed.put),
+            "load_seconds": round(time.perf_counter() - start, 4),
+            "notes": list(resumed.notes),
+        }
+        joined = "nothing put" if resumed.put is None else f"{resumed.put.new} objects put"
+        line = f"{resumed.usable} of {len(tokens)} tokens from {where}, {resumed.ran} run, {joined}"
+        _generate(model, resumed.cache, [resumed.last], max_tokens, temperature, about, line, as_json)
+        return
+    assert source is not None
     suffix = [] if text is None else list(model.tokenizer.encode(text, add_special_tokens=False))
     check_ids(model, suffix)
     demands = None if limits is None else parse_limits(limits)
@@ -160,31 +205,38 @@ def command(
     loaded = time.perf_counter() - start
     for remark in (*map(quality_line, quality), *restored.notes):
         note(remark)
-    usable, held = restored.usable, sum(c.nbytes for c in restored.cache)
+    usable = restored.usable
     ids = [*(restored.tokens or ())[restored.usable :], *suffix] if suffix else restored.pending()
+    about = {"usable_tokens": usable, "load_seconds": round(loaded, 4), "quality": quality, "notes": list(restored.notes)}
+    line = f"{usable} tokens from {source} in {loaded:.2f} s"
+    _generate(model, restored.cache, ids, max_tokens, temperature, about, line, as_json)
+
+
+def _generate(
+    model: "LoadedModel",
+    cache: list[Any],
+    ids: list[int],
+    max_tokens: int,
+    temperature: float,
+    about: dict[str, Any],
+    line: str,
+    as_json: bool,
+) -> None:
+    """Stream what follows `ids` to stdout, then say where the cache came from: `line` on stderr, or all as one object."""
+    held = sum(c.nbytes for c in cache)
     pieces: list[str] = []
     last: Any = None
-    for last in _stream(model, restored.cache, ids, max_tokens, temperature):
+    for last in _stream(model, cache, ids, max_tokens, temperature):
         pieces.append(last.text)
         if not as_json:
             click.echo(last.text, nl=False)
-    result = {
-        "text": "".join(pieces),
-        "usable_tokens": usable,
-        "prompt_tokens": len(ids),
-        "generated_tokens": 0 if last is None else last.generation_tokens,
-        "load_seconds": round(loaded, 4),
-        "cache_bytes": held,
-        "finish_reason": None if last is None else last.finish_reason,
-        "quality": quality,
-        "notes": list(restored.notes),
-    }
+    generated = 0 if last is None else last.generation_tokens
     if as_json:
-        emit(True, result, "")
+        result = {"text": "".join(pieces), **about, "prompt_tokens": len(ids), "generated_tokens": generated, "cache_bytes": held}
+        emit(True, result | {"finish_reason": None if last is None else last.finish_reason}, "")
     else:
         click.echo()
-        memory = f"{held:,} bytes in memory"
-        click.echo(f"{usable} tokens from {source} in {loaded:.2f} s, {memory}, {result['generated_tokens']} generated", err=True)
+        click.echo(f"{line}, {held:,} bytes in memory, {generated} generated", err=True)
 
 
 def _stream(model: "LoadedModel", cache: list[Any], ids: list[int], max_tokens: int, temperature: float) -> Iterator[Any]:

@@ -40,6 +40,7 @@ def matches(
     model: LoadedModel,
     ends: bool,
     avoid: frozenset[str] = frozenset(),
+    only: str | None = None,
 ) -> list[Match]:
     """What fits, one for each space and way, the longest first; of equal ones rather what needs no recode, is of the model's dtype, has
     more bytes a token.
@@ -48,13 +49,14 @@ def matches(
         ids: of a prompt.
         ends: also look for prompts that end within these tokens; without, whole chunks alone count.
         avoid: names of objects that are as good as absent.
+        only: key of the one space to look in.
     """
     here = layers_digest(probe_model(model.model))
     # A cache that cannot give its last token back is of no use where no token is left to run.
     longest = len(ids) if cached_part(model, len(ids)) == len(ids) else len(ids) - 1
     found = []
     for space in known.spaces():
-        if space.name in avoid or not space.same_model(model.info):
+        if space.name in avoid or (only is not None and space.key != only) or not space.same_model(model.info):
             continue
         same, dtype = space.about["layers"] == here, space.about["model"]["dtype"] == model.info.dtype
         nodes = _chain(objects, space, ids[:longest], avoid)

@@ -1,6 +1,7 @@
 """Files of neighbouring rows as one: what a prompt's chunks hold, seen as a single file, without copying it."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,7 +69,7 @@ class Joined(Reader):
     def verify(self, progress: Any = None) -> list[Defect]:
         return [defect for part in self._parts for defect in part.verify(progress)]
 
-    def write(self, path: str) -> WriteReport:
+    def write(self, path: str | os.PathLike[str]) -> WriteReport:
         """The whole as one file, its tensors as they are stored."""
 
         def plan(name: str) -> TensorPlan:

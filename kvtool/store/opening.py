@@ -1,5 +1,6 @@
 """Bring what a lookup found to life: objects mapped, checked against their digests and names, and joined."""
 
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from veloxquant_mlx.codecs import RECENT
 BLOCK = 1 << 22
 
 
-class Lost(Exception):
+class Lost(KVError):
     """An object of a match cannot be used.
 
     Attributes:
@@ -33,7 +34,7 @@ class Lost(Exception):
     """
 
     def __init__(self, name: str, note: str | None = None, damaged: bool = False) -> None:
-        super().__init__(name, note)
+        super().__init__(f"{name}: {note or 'it is gone'}", hint="try again: what is damaged or gone is not found any more")
         self.name, self.note, self.damaged = name, note, damaged
 
 
@@ -67,23 +68,50 @@ def alive(objects: Objects, known: Descriptions, match: Match, ids: Sequence[int
 
 
 def _restored(objects: Objects, known: Descriptions, match: Match, whole: Joined, model: LoadedModel, **how: Any) -> Restored:
-    tables = known.calibrations(match.space.calibration)
-    shelf = Shelf(tables)
+    shelf = Shelf(known.calibrations(match.space.calibration))
     if not match.recode:
         return Archive(whole, shelf).load(model, **how)
-    check_recode(Archive(whole, shelf), model)
-    name = secrets.token_hex(8)
-    source, turned = (objects.scratch / f"{name}-{which}.kv" for which in ("from", "to"))
+    turned = objects.scratch / f"{secrets.token_hex(8)}.kv"
     try:
-        whole.write(str(source))
-        recode(source, turned, to_model=model, calibration=next(iter(tables), None))
+        _write(objects, known, match, whole, model, turned)
         with Archive(Reader(turned), shelf) as archive:
             restored = archive.load(model, **how)
     finally:
-        source.unlink(missing_ok=True)
         turned.unlink(missing_ok=True)
     restored.notes = ("keys are turned to the rotation of this model", *restored.notes)
     return restored
+
+
+def write(
+    objects: Objects, known: Descriptions, match: Match, ids: Sequence[int], model: LoadedModel, path: str | os.PathLike[str]
+) -> None:
+    """A match as one file, turned for the model where it has to be.
+
+    Raises:
+        IncompatibleError: it cannot be turned.
+        Lost: as `alive`.
+    """
+    with joined(objects, match, ids, model) as whole:
+        try:
+            _write(objects, known, match, whole, model, path)
+        except (KVError, OSError) as error:
+            if whole.failed is None:
+                raise
+            raise _lost(match.nodes[whole.failed], error) from error
+
+
+def _write(objects: Objects, known: Descriptions, match: Match, whole: Joined, model: LoadedModel, path: str | os.PathLike[str]) -> None:
+    if not match.recode:
+        whole.write(path)
+        return
+    tables = known.calibrations(match.space.calibration)
+    check_recode(Archive(whole, Shelf(tables)), model)
+    source = objects.scratch / f"{secrets.token_hex(8)}.kv"
+    try:
+        whole.write(source)
+        recode(source, path, to_model=model, calibration=next(iter(tables), None))
+    finally:
+        source.unlink(missing_ok=True)
 
 
 def joined(objects: Objects, match: Match, ids: Sequence[int], model: LoadedModel) -> Joined:

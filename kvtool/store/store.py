@@ -22,7 +22,7 @@ from kvtool.store.finding import Match, matches
 from kvtool.store.folder import Folder
 from kvtool.store.keys import CHUNK, SHORT, Node, Space, chain, chunk_name, node_of, tail_name
 from kvtool.store.objects import Objects
-from kvtool.store.opening import Lost, alive, opened
+from kvtool.store.opening import Lost, alive, opened, write
 from kvtool.store.room import Room
 from kvtool.store.writing import Piece, first_row, whole_reason, write_piece
 from veloxquant_mlx.codecs import CodecPlan
@@ -177,17 +177,18 @@ class Store:
         assert last is not None
         return PutReport(last.id, plan.full_spec(), snapshot.length, sum(not p.tail for p in pieces), new, size, whole)
 
-    def lookup(self, tokens: Sequence[int], model: LoadedModel, *, ends: bool = True) -> Match | None:
+    def lookup(self, tokens: Sequence[int], model: LoadedModel, *, ends: bool = True, space: str | None = None) -> Match | None:
         """The longest beginning of these tokens that is here for a model, of any codec; None where there is none.
 
         Args:
             tokens: of a prompt; the last one is never part of what is found.
             model: that would go on.
             ends: also look for prompts that end within these tokens; without, whole chunks alone count.
+            space: key of the one space to look in.
         """
         ids = token_ids(tokens)
         check_ids(model, ids)
-        return next(iter(matches(self.objects, self.known, ids, model, ends)), None)
+        return next(iter(matches(self.objects, self.known, ids, model, ends, only=space)), None)
 
     def load(
         self,
@@ -197,6 +198,7 @@ class Store:
         decode: bool = False,
         mapped: bool = True,
         ends: bool = True,
+        space: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Restored | None:
         """The cache of the longest beginning of these tokens that is here, as `kvtool.load` gives one; None where there is none.
@@ -208,7 +210,7 @@ class Store:
             tokens: of the prompt.
             model: that will go on.
             decode, mapped, progress: as in `Archive.load`.
-            ends: as in `lookup`.
+            ends, space: as in `lookup`.
         Raises:
             ValueError: ids outside the vocabulary.
         """
@@ -217,7 +219,7 @@ class Store:
         avoid: frozenset[str] = frozenset()
         notes: list[str] = []
         gone = 0
-        while found := matches(self.objects, self.known, ids, model, ends, avoid):
+        while found := matches(self.objects, self.known, ids, model, ends, avoid, space):
             try:
                 restored = alive(self.objects, self.known, found[0], ids, model, decode=decode, mapped=mapped, progress=progress)
             except Lost as lost:
@@ -240,6 +242,24 @@ class Store:
             return restored
         self.counts["misses"] += 1
         return None
+
+    def get(self, tokens: Sequence[int], model: LoadedModel, path: str | os.PathLike[str], *, ends: bool = True) -> Match | None:
+        """Write the longest beginning of these tokens that is here as one file, its codes as they are; None where there is none.
+
+        Args:
+            tokens, model, ends: as in `lookup`; all of the tokens may be part of it.
+            path: of the file, for `kvtool.load` and `kvtool import`.
+        Raises:
+            Lost: an object is gone, damaged or cannot be read.
+        """
+        ids = token_ids(tokens)
+        check_ids(model, ids)
+        # One token more, so that the last one counts.
+        match = next(iter(matches(self.objects, self.known, [*ids, 0], model, ends)), None)
+        if match is None:
+            return None
+        write(self.objects, self.known, match, ids, model, path)
+        return match
 
     def pin(self, id: str) -> str:
         """Keep an object, and all that it follows, whatever the quota says; its whole id.

@@ -1,5 +1,6 @@
 """Cut a prompt's cache into chunks and write them, each from its own rows alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from kvtool.calibrations import Calibration, is_calibrated
 from kvtool.capturing import Snapshot
 from kvtool.encoding import Encoder
 from kvtool.model import LoadedModel
+from kvtool.probe import CacheProbe
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.codecs import Codec, CodecPlan
 from veloxquant_mlx.codecs.raw import Raw
@@ -39,10 +41,16 @@ class Piece:
 def whole_reason(snapshot: Snapshot, plan: CodecPlan, calibration: Calibration | None) -> str | None:
     """Why a prompt's cache is kept in one piece, found by exactly its own tokens; None where it can be cut."""
     for i, state in enumerate(snapshot.states):
-        if state.attention != "full" or state.arrays or state.caches:
-            return f"layer {i} is a {state.cls}, whose rows do not stand for their tokens alone"
         if len(state.positions) > 1:
             return f"layer {i} holds rows that do not follow one another"
+    return uncut_reason(snapshot.probes, plan, calibration)
+
+
+def uncut_reason(probes: Sequence[CacheProbe], plan: CodecPlan, calibration: Calibration | None) -> str | None:
+    """Why no cache of a model can be cut, None where those of all its prompts can."""
+    for i, probe in enumerate(probes):
+        if probe.attention != "full" or probe.arrays or probe.caches:
+            return f"layer {i} is a {probe.cls}, whose rows do not stand for their tokens alone"
     for codec in (plan.k, plan.v):
         if not _by_itself(codec, calibration):
             return f"{codec.spec()} learns its tables from the prompt"

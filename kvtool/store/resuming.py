@@ -1,0 +1,173 @@
+"""Go on from a store: what it holds of a prompt is loaded, the rest is run, and what was run joins the store."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvtool.calibrations import Calibration, is_calibrated, resolve
+from kvtool.capturing import PREFILL_STEP, Snapshot, capture, check_ids, prefill, token_ids
+from kvtool.encoding import codec_plan
+from kvtool.model import LoadedModel
+from kvtool.probe import probe_model
+from kvtool.snapshot import take_states
+from kvtool.states import CacheState
+from kvtool.store.finding import Match
+from kvtool.store.keys import Space
+from kvtool.store.store import PutReport, Store
+from kvtool.store.writing import uncut_reason
+from veloxquant_mlx.caches.coded import CodedKVCache
+from veloxquant_mlx.codecs import CodecPlan
+
+DEFAULT = "rvq-4"
+
+
+@dataclass
+class Resumed:
+    """A prompt's cache, but for its last token.
+
+    Attributes:
+        cache: live caches that hold all tokens but the last.
+        last: that token, to be run for the first logits.
+        usable: tokens that came out of the store.
+        ran: tokens that the model ran.
+        put: what joined the store, None where nothing did.
+        notes: what a caller should know, why nothing did among it.
+    """
+
+    cache: list[Any]
+    last: int
+    usable: int
+    ran: int
+    put: PutReport | None
+    notes: tuple[str, ...]
+
+
+def resume(
+    store: Store,
+    tokens: Sequence[int],
+    model: LoadedModel,
+    *,
+    codec: str | CodecPlan | None = None,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
+    put: bool = True,
+    decode: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Resumed:
+    """The cache of a prompt, from the store as far as it goes.
+
+    What joins the store begins at a chunk, so that up to a chunk and the newest exact rows of what the store has are run again for it; a
+    prompt that is there whole is not. Rows computed over codes are as good as these: files of such rows say so among their lossy steps.
+
+    Args:
+        store: where to look, and to put.
+        tokens: of the prompt.
+        model: that goes on.
+        codec: of what is put, and then of what is looked for; None goes on with what is found, else puts `rvq-4`.
+        calibration: tables for `codec`.
+        put: whether what was run joins the store.
+        decode: as in `Archive.load`.
+        progress: called with (tokens done, tokens in all).
+    Raises:
+        ValueError: no token, or ids outside the vocabulary.
+        StoreFullError, OSError: it does not fit. What was computed is lost to the caller: without `put` nothing is written.
+    """
+    ids = token_ids(tokens)
+    check_ids(model, ids)
+    if not ids:
+        raise ValueError("[resume] the prompt has no tokens.")
+    begin, last = ids[:-1], ids[-1]
+    chosen = None if codec is None else _Target.of(model, codec_plan(codec), resolve(calibration, model.info.weights), store.chunk)
+    match = store.lookup(ids, model, space=None if chosen is None else chosen.space.key)
+    notes: tuple[str, ...] = ()
+    if not begin or (match is not None and match.usable == len(begin)):
+        put = False
+    target = _continuing(store, match, model, chosen) if put else None
+    if put and target is None:
+        notes = ("what was run is not put into the store: it would go on from what is turned for this model, or kept in one piece",)
+    if target is None:
+        restored = None if match is None else store.load(ids, model, decode=decode, space=match.space.key)
+    else:
+        # Whole chunks up to where the end of the prompt will begin: from there on all rows are exact ones.
+        first = max(len(begin) - target.plan.recent, 0) // target.space.chunk * target.space.chunk
+        restored = store.load(ids[: first + 1], model, decode=decode, ends=False, space=target.space.key) if first else None
+    if restored is None:
+        cache, usable = prefill(model, begin, progress=progress), 0
+    else:
+        cache, usable, notes = restored.cache, restored.usable, (*notes, *restored.notes)
+    growing = [one for one in cache if isinstance(one, CodedKVCache)] if target is not None else []
+    growths = [one.growth for one in growing]
+    for one in growing:
+        # Until they are in the store, the rows to come stay as the model computes them.
+        one.growth = None
+    if usable:
+        _run(model, cache, begin[usable:], progress)
+    report = None
+    if target is not None:
+        snapshot = _since(model, cache, begin, usable, target.space) if usable else capture(model, cache=cache, tokens=begin)
+        report = store.put(snapshot, codec=target.plan, calibration=target.calibration, model=model)
+    for one, growth in zip(growing, growths, strict=True):
+        one.growth = growth
+    return Resumed(cache, last, usable, len(begin) - usable, report, notes)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What new rows are put as."""
+
+    space: Space
+    plan: CodecPlan
+    calibration: Calibration | None
+
+    @classmethod
+    def of(cls, model: LoadedModel, plan: CodecPlan, calibration: Calibration | None, chunk: int) -> "_Target":
+        tables = calibration if is_calibrated(plan.k) or is_calibrated(plan.v) else None
+        return cls(Space.of(model.info, probe_model(model.model), plan, None if tables is None else tables.digest, chunk), plan, tables)
+
+
+def _continuing(store: Store, match: Match | None, model: LoadedModel, chosen: _Target | None) -> _Target | None:
+    """What goes on as a match began; where there is none, what was chosen, else `rvq-4`. None where nothing can go on."""
+    if match is None:
+        return chosen or _Target.of(model, codec_plan(DEFAULT), None, store.chunk)
+    probes = probe_model(model.model)
+    if chosen is not None:
+        return chosen if uncut_reason(probes, chosen.plan, chosen.calibration) is None else None
+    about = match.space.about["codec"]
+    tables = next(iter(store.known.calibrations(match.space.calibration)), None)
+    for frame in ("", f",frame={about['frame']['k']}"):
+        plan = codec_plan(f"k={about['k']},v={about['v']},sink={about['sink']}{frame}")
+        target = _Target.of(model, plan, tables, match.space.chunk)
+        if target.space.key == match.space.key and uncut_reason(probes, plan, tables) is None:
+            return target
+    return None
+
+
+def _run(model: LoadedModel, cache: list[Any], tokens: Sequence[int], progress: Callable[[int, int], None] | None) -> None:
+    for at in range(0, len(tokens), PREFILL_STEP):
+        model.model(mx.array(list(tokens[at : at + PREFILL_STEP]))[None], cache=cache)
+        mx.eval([one.state for one in cache])
+        mx.clear_cache()
+        if progress is not None:
+            progress(min(at + PREFILL_STEP, len(tokens)), len(tokens))
+
+
+def _since(model: LoadedModel, cache: Sequence[Any], tokens: Sequence[int], start: int, space: Space) -> Snapshot:
+    """The rows of caches from a token on, as the model computed them."""
+    probes = probe_model(model.model)
+    states = []
+    for one, probe in zip(cache, probes, strict=True):
+        if isinstance(one, CodedKVCache):
+            assert one.tail is not None
+            held, first = one.tail, one.tail_first
+        else:
+            (state,) = take_states([one])
+            assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array)
+            held, first = (state.k, state.v), 0
+        k, v = (mx.contiguous(x[:, start - first :]) for x in held)
+        mx.eval(k, v)
+        states.append(CacheState(probe.cls, "full", offset=len(tokens), positions=((start, len(tokens)),), k=k, v=v))
+    over = {"step": "prefill", "codec": space.codec, "note": f"tokens from {start} on were computed over {space.codec} of those before"}
+    exact = codec_plan(f"k={space.about['codec']['k']},v={space.about['codec']['v']}").lossless
+    return Snapshot(model.info, tuple(tokens), len(tokens), tuple(states), probes, () if exact else (over,))

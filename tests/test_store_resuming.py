@@ -1,0 +1,133 @@
+"""Going on from a store: what is there is not run, what was run is there the next time, and nothing is coded twice."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import kvtool
+from formats.container import open_container
+from kvtool.store.resuming import Resumed, resume
+from kvtool.store.store import Store
+from tests.library import f64, ids, renamed, tiny, twin
+from tests.tiny_random import WINDOW
+from veloxquant_mlx.caches.coded import CodedKVCache
+
+CHUNK = 64
+LOSSY = "rvq-4,sink=2,recent=32"
+
+
+def store_at(path: Path) -> Store:
+    return Store(path / "store", chunk=CHUNK)
+
+
+def next_logits(resumed: Resumed, model: Any) -> np.ndarray:
+    return f64(model.model(mx.array([[resumed.last]]), cache=resumed.cache)[:, -1])
+
+
+@pytest.mark.parametrize("codec", ["raw", LOSSY])
+def test_a_prompt_that_grows(tmp_path: Path, codec: str) -> None:
+    model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(5 * CHUNK)
+    usable = []
+    for count in (CHUNK // 2, 2 * CHUNK + 10, 2 * CHUNK + 10, 3 * CHUNK, 5 * CHUNK):
+        resumed = resume(store, tokens[:count], model, codec=codec)
+        usable.append(resumed.usable)
+        assert resumed.usable + resumed.ran == count - 1 and resumed.last == tokens[count - 1]
+        assert all(cache.offset == count - 1 for cache in resumed.cache)
+        want = f64(model.model(mx.array([tokens[:count]]))[:, -1])
+        tolerance = 1e-4 if codec == "raw" else 0.3 * np.abs(want).max()
+        assert np.abs(next_logits(resumed, model) - want).max() < tolerance
+        assert (resumed.put is None) == (len(usable) == 3) and all(
+            c.growth is not None for c in resumed.cache if isinstance(c, CodedKVCache)
+        )
+    # What joins begins at a chunk; what was there whole is taken whole.
+    recent = 0 if codec == "raw" else 32
+    assert usable == [0, 0, 2 * CHUNK + 9, (3 * CHUNK - 1 - recent) // CHUNK * CHUNK, (3 * CHUNK - 1) // CHUNK * CHUNK]
+    assert not store.check().problems
+
+
+def test_rows_that_join_are_the_models_own(tmp_path: Path) -> None:
+    """Not decoded ones coded again: against a run over the same codes that keeps every row."""
+    model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(4 * CHUNK)
+    store.put(kvtool.capture(model, tokens[: CHUNK + 1]), codec="k=affine-8,v=affine-8,sink=0,recent=0")
+    before = store.load(tokens[: CHUNK + 1], model, ends=False, space=store.known.spaces()[0].key)
+    assert before is not None and before.usable == CHUNK
+    for cache in before.cache:
+        cache.growth = None
+    model.model(mx.array([tokens[CHUNK:-1]]), cache=before.cache)
+    resumed = resume(store, tokens, model)
+    assert (resumed.usable, resumed.ran) == (CHUNK, 3 * CHUNK - 1) and resumed.put is not None
+    match = store.lookup(tokens, model, ends=False)
+    assert match is not None and match.usable == 3 * CHUNK
+    restored = store.load(tokens, model, ends=False)
+    assert restored is not None
+    for cache, exact in zip(restored.cache, before.cache, strict=True):
+        got, want = (f64(one.keys_and_values()[0])[0, :, CHUNK : 3 * CHUNK] for one in (cache, exact))
+        # 8 bits of 32 tokens a group: one coding's error, and no second one's.
+        assert np.square(got - want).sum() / np.square(want).sum() < 3e-5
+    path = store.objects.path(match.nodes[-1].name)
+    assert path is not None
+    with open_container(path) as reader:
+        assert [step["step"] for step in reader.manifest.quality] == ["prefill", "encode"]
+
+
+def test_it_goes_on_with_the_codec_that_is_there(tmp_path: Path) -> None:
+    model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(3 * CHUNK)
+    store.put(kvtool.capture(model, tokens[:CHUNK]), codec="rvq-3,frame=post,sink=1")
+    put = resume(store, tokens, model).put
+    assert put is not None and "rvq-3" in put.codec and len(store.known.spaces()) == 1
+    # Another one, asked for, does not go on from these.
+    other = resume(store, tokens, model, codec="rvq-2")
+    assert other.usable == 0 and other.put is not None and len(store.known.spaces()) == 2
+
+
+def test_without_put_nothing_is_written(tmp_path: Path) -> None:
+    model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(2 * CHUNK)
+    assert resume(store, tokens, model, put=False).put is None
+    assert list(store.objects.names()) == [] and not (tmp_path / "store").exists()
+    store.put(kvtool.capture(model, tokens[: CHUNK + 5]), codec=LOSSY)
+    assert resume(store, tokens, model, put=False).usable == CHUNK + 5
+    assert resume(store, tokens[:1], model).ran == 0
+
+
+def test_turned_and_uncut_caches_are_gone_on_from_but_not_put(tmp_path: Path) -> None:
+    model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(3 * CHUNK)
+    store.put(kvtool.capture(model, tokens[:CHUNK]), codec=LOSSY)
+    other = renamed(twin("qwen3", rope_theta=5000.0), weights=model.info.weights)
+    resumed = resume(store, tokens, other)
+    assert resumed.usable == CHUNK and resumed.put is None and "not put into the store" in resumed.notes[0]
+
+
+def test_a_model_whose_cache_cannot_be_cut(tmp_path: Path) -> None:
+    model, store, tokens = tiny("gemma3_text"), store_at(tmp_path), ids(3 * WINDOW)
+    first = resume(store, tokens, model, codec="raw")
+    assert first.usable == 0 and first.put is not None and first.put.whole is not None
+    again = resume(store, tokens, model)
+    assert (again.usable, again.ran, again.put) == (3 * WINDOW - 1, 0, None)
+    want = f64(model.model(mx.array([tokens]))[:, -1])
+    assert np.abs(next_logits(first, model) - want).max() < 1e-4 and np.abs(next_logits(again, model) - want).max() < 1e-4
+    longer = resume(store, [*tokens, 1, 2, 3], model)
+    assert longer.usable == 3 * WINDOW - 1 and longer.put is None and "not put" in longer.notes[0]
+
+
+def test_no_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no tokens"):
+        resume(store_at(tmp_path), [], tiny("qwen3"))
+    with pytest.raises(ValueError, match="has ids 0 to"):
+        resume(store_at(tmp_path), [1, 10**6], tiny("qwen3"))
+
+
+@pytest.mark.parametrize("rope_theta", [None, 5000.0])
+def test_get_writes_one_file_of_the_codes_as_they_are(tmp_path: Path, rope_theta: float | None) -> None:
+    model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(2 * CHUNK + 40)
+    store.put(kvtool.capture(model, tokens), codec=LOSSY)
+    who = model if rope_theta is None else renamed(twin("qwen3", rope_theta=rope_theta), weights=model.info.weights)
+    match = store.get(tokens, who, tmp_path / "a.kv")
+    assert match is not None and match.usable == len(tokens) and match.recode == (rope_theta is not None)
+    restored, want = kvtool.load(tmp_path / "a.kv", who), store.load([*tokens, 1], who)
+    assert want is not None and restored.tokens == tuple(tokens) and restored.usable == len(tokens)
+    for a, b in zip(restored.cache, want.cache, strict=True):
+        assert np.array_equal(f64(a.keys_and_values()[0]), f64(b.keys_and_values()[0]))
+    assert store.get(ids(20, seed=9), model, tmp_path / "b.kv") is None and not (tmp_path / "b.kv").exists()
