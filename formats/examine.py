@@ -194,6 +194,8 @@ def reference_problems(manifest: Manifest, names: "dict[str, Node] | set[str]") 
 
     for i, layer in enumerate(manifest.layers):
         cache(layer, f"$.layers[{i}]")
+    for i, given in enumerate(manifest.layer_inputs):
+        role(given.rows, f"$.layer_inputs[{i}].rows")
     return problems
 
 

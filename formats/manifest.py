@@ -106,6 +106,14 @@ class CacheInfo:
 
 
 @dataclass(frozen=True)
+class LayerInput:
+    """What entered a layer, a vector a token, cut into equal parts as the heads of a role without rotation."""
+
+    layer: int
+    rows: Role
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Token ids and the blake3 of them as little-endian int32."""
 
@@ -125,7 +133,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the file holds. `length`: tokens that a reader may reuse; `quality`: one entry per lossy step, each with "step"."""
+    """What the file holds. `length`: tokens that a reader may reuse; `quality`: one entry per lossy step, each with "step".
+
+    layer_inputs: what entered some layers, ascending; another model of the same shapes may run its layers from there on.
+    """
 
     model: ModelInfo
     length: int
@@ -138,6 +149,7 @@ class Manifest:
     requires: tuple[str, ...] = ()
     extra: dict[str, JSON] = field(default_factory=dict)
     schema: int = SCHEMA
+    layer_inputs: tuple[LayerInput, ...] = ()
 
 
 def tokens_digest(ids: tuple[int, ...]) -> str:
@@ -153,6 +165,7 @@ def tokens_digest(ids: tuple[int, ...]) -> str:
 
 def to_json(manifest: Manifest) -> dict[str, JSON]:
     """The manifest as plain JSON values (without "tensors", which the container adds)."""
+    inputs = [{"layer": given.layer, "rows": _role_json(given.rows)} for given in manifest.layer_inputs]
     return {
         "schema": manifest.schema,
         "requires": list(manifest.requires),
@@ -165,6 +178,7 @@ def to_json(manifest: Manifest) -> dict[str, JSON]:
         "layers": [_cache_json(cache) for cache in manifest.layers],
         "quality": [dict(entry) for entry in manifest.quality],
         "extra": manifest.extra,
+        **({"layer_inputs": inputs} if inputs else {}),
     }
 
 
@@ -291,6 +305,7 @@ def parse(obj: JSON) -> Manifest:
         raise length_node.fail(f"{length} usable tokens, but only {len(tokens.ids)} token ids")
     codecs = tuple(CodecInfo(c.key("id").text(), c.key("params").members()) for c in root.key("codecs").elements())
     ropes = tuple(_rope(node) for node in root.key("ropes").elements())
+    layers = tuple(_cache(node, len(codecs), len(ropes), 0) for node in root.key("layers").elements())
     return Manifest(
         schema=schema,
         requires=requires,
@@ -300,9 +315,10 @@ def parse(obj: JSON) -> Manifest:
         length=length,
         codecs=codecs,
         ropes=ropes,
-        layers=tuple(_cache(node, len(codecs), len(ropes), 0) for node in root.key("layers").elements()),
+        layers=layers,
         quality=tuple(_quality(node) for node in root.key("quality").elements()),
         extra=root.key("extra").members(),
+        layer_inputs=_layer_inputs(root, length, len(codecs), len(layers)) if "layer_inputs" in root.members() else (),
     )
 
 
@@ -349,6 +365,16 @@ def _rope(node: Node) -> dict[str, JSON]:
     if periods is not None and len(periods) != dims // 2:
         raise node.fail(f"has {len(periods)} periods for {dims} dims, must be {dims // 2}")
     return node.members()
+
+
+def _layer_inputs(root: Node, length: int, codecs: int, layers: int) -> tuple[LayerInput, ...]:
+    found: list[LayerInput] = []
+    for node in root.key("layer_inputs").elements():
+        at = node.key("layer")
+        layer = at.integer(found[-1].layer + 1 if found else 0, max(layers - 1, 0))
+        rows = _role(node.key("rows"), length, codecs, 0)
+        found.append(LayerInput(layer, rows))
+    return tuple(found)
 
 
 def _quality(node: Node) -> dict[str, JSON]:

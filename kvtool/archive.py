@@ -15,7 +15,7 @@ from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from formats.container import Reader, manifest_bytes, open_container, write_container
 from formats.errors import IncompatibleError
-from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Tokens
+from formats.manifest import ITEM_BYTES, CacheInfo, LayerInput, Manifest, Tokens
 from kvtool.binding import Binding, bind, layer_sources, own_moments
 from kvtool.calibrations import Calibration, Shelf, is_calibrated, resolve, shelf_of
 from kvtool.capturing import Snapshot, vocabulary
@@ -193,6 +193,7 @@ def save(
     layers = tuple(
         encoder.layer(str(i), state, probe) for i, (state, probe) in enumerate(zip(snapshot.states, snapshot.probes, strict=True))
     )
+    inputs = tuple(encoder.layer_input(layer, rows) for layer, rows in sorted(snapshot.inputs.items()))
     report = write_archive(
         path,
         snapshot.model,
@@ -201,6 +202,7 @@ def save(
         layers,
         encoder,
         snapshot.history,
+        layer_inputs=inputs,
         details=details,
         binding=binding,
         compress=compress,
@@ -219,6 +221,7 @@ def write_archive(
     encoder: Encoder,
     history: tuple[dict[str, Any], ...],
     *,
+    layer_inputs: tuple[LayerInput, ...] = (),
     step: str = "encode",
     details: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
@@ -243,6 +246,7 @@ def write_archive(
             layers=layers,
             quality=(*history, *filter(None, (quality_record(encoder, step, details),))),
             extra=(extra or {}) | ({"rope_problems": encoder.rope_problems} if encoder.rope_problems else {}),
+            layer_inputs=layer_inputs,
         )
 
     reserve = manifest_bytes(manifest()) + QUALITY_BYTES + QUALITY_BYTES_A_LAYER * len(layers)
@@ -280,6 +284,9 @@ def quality_record(encoder: Encoder, step: str, details: dict[str, Any] | None =
         if tallies:
             record[f"{role}_relative_error"] = float(f"{sum(t.error for t in tallies.values()) / energy if energy else 0.0:.4g}")
             record[f"{role}_by_layer"] = {name: float(f"{t.relative():.3g}") for name, t in tallies.items()}
+    inputs = {name.removeprefix("input."): float(f"{t.relative():.3g}") for (name, r), t in encoder.tallies.items() if r == "x"}
+    if inputs:
+        record["layer_inputs"] = inputs
     return record
 
 

@@ -52,6 +52,9 @@ class Decoder:
         self.reader = reader
         self.shelf = Shelf() if shelf is None else shelf
         self._leaves = dict(_named(reader.manifest.layers))
+        for given in reader.manifest.layer_inputs:
+            rows = reader.manifest.length
+            self._leaves[f"input.{given.layer}"] = CacheInfo("KVCache", "full", None, rows, ((0, rows),) if rows else (), v=given.rows)
         self._order = {name: i for i, name in enumerate(self._leaves)}
         self._codecs: dict[int, Codec] = {}
         self._bare: dict[int, Codec] = {}
@@ -100,6 +103,12 @@ class Decoder:
         whole = self._joined(name, role, about.segments, Positions(info.positions))
         mx.clear_cache()
         return whole
+
+    def layer_input(self, layer: int) -> mx.array:
+        """What entered a layer, (S, E), where the file holds it. Errors as `role`."""
+        rows = self.role(f"input.{layer}", "v")
+        assert isinstance(rows, mx.array)
+        return mx.swapaxes(rows, 0, 1).reshape(rows.shape[1], -1)
 
     def segment(self, name: str, role: str, segment: Segment, positions: Positions) -> mx.array:
         """Rows of one segment, (H, rows, D) in the role's dtype, as cached (RoPE applied where they were stored before it)."""

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from formats.container import TensorPlan
-from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
+from formats.manifest import CacheInfo, CodecInfo, LayerInput, Role, Segment, StateArray
 from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.rope_limits import beyond_limits
 from kvtool.states import CacheState, Quantized
@@ -43,6 +43,8 @@ ARRAY_NAMES = {
     mx.int64: "I64",
     mx.bool_: "BOOL",
 }
+# Of what entered a layer. SmolLM2, layers 3, 9, 15: six layers run on it give logits at most 1e-4 nats from those of the exact vectors.
+INPUT_CODEC = parse_codec("rvq-8").v
 # Largest head_dim that goes through a lossy codec: its rotation takes (odd part of head_dim)^2 values.
 MAX_CODED_DIM = 4096
 
@@ -152,6 +154,23 @@ class Encoder:
             caches=caches,
         )
         return self.live_class(info)
+
+    def layer_input(self, layer: int, rows: mx.array) -> LayerInput:
+        """Manifest entry of what entered a layer, (S, E); its tensors join `self.tensors`."""
+        count, width = rows.shape
+        heads = next(n for n in range(1, width + 1) if width % n == 0 and width // n <= MAX_CODED_DIM)
+        dim = width // heads
+        work = SegmentWork(
+            fetch=lambda: mx.swapaxes(rows.reshape(count, heads, dim), 0, 1),
+            shape=(heads, count, dim),
+            positions=lambda: np.arange(count),
+            rope=None,
+            codec=INPUT_CODEC if takes_dim(INPUT_CODEC, dim) else Raw(),
+            frame="post",
+            dtype=rows.dtype,
+        )
+        segment = self.segment(f"input.{layer}.x.0", (0, count), work)
+        return LayerInput(layer, Role(heads=heads, dim=dim, dtype=DTYPE_NAMES[rows.dtype], rope=None, segments=(segment,)))
 
     def live_class(self, info: CacheInfo) -> CacheInfo:
         """The entry with the class that can hold what is decoded: no QuantizedKVCache unless K and V are still mlx's triplets."""

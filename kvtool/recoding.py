@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from formats.container import TensorPlan
 from formats.errors import IncompatibleError, ManifestError
-from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment
+from formats.manifest import CacheInfo, LayerInput, Manifest, ModelInfo, Role, Segment
 from kvtool.archive import Archive, SaveReport, live_sizes, write_archive
 from kvtool.archive import open as open_archive
 from kvtool.binding import Binding, LayerSource, bind, own_moments
@@ -88,6 +88,8 @@ def recode(
             sources = [s for i, info in enumerate(manifest.layers) for s in job.sources(str(i), info, table[i])]
             job.bind(bind(plan, sources, resolve(calibration, *weights), moments))
         layers = tuple(job.cache(str(i), info, None if probes is None else probes[i]) for i, info in enumerate(manifest.layers))
+        # Of another model they would not be what enters its layers.
+        inputs = tuple(map(job.layer_input, manifest.layer_inputs)) if to_model is None else ()
         model = manifest.model if to_model is None else to_model.info
         details: dict[str, Any] = {"header_only": sorted(job.untouched - job.touched), "reencoded": sorted(job.touched)}
         if job.untouched & job.touched:
@@ -109,6 +111,7 @@ def recode(
             layers,
             job.encoder,
             manifest.quality,
+            layer_inputs=inputs,
             step="recode",
             details=details,
             extra=origin(manifest, model),
@@ -196,6 +199,15 @@ class _Recoder:
             caches=caches,
         )
         return self.encoder.live_class(new)
+
+    def layer_input(self, given: LayerInput) -> LayerInput:
+        """What entered a layer, as it is."""
+        segments = []
+        for i, segment in enumerate(given.rows.segments):
+            tensors = {part: self._copy(tensor, f"input.{given.layer}.x.{i}.{part}") for part, tensor in segment.tensors.items()}
+            codec = self.encoder.codec(self.reader.manifest.codecs[segment.codec])
+            segments.append(replace(segment, codec=codec, tensors=tensors))
+        return replace(given, rows=replace(given.rows, segments=tuple(segments)))
 
     def bind(self, binding: Binding | None) -> None:
         """Encode with these codecs instead of the plan's."""

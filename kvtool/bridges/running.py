@@ -77,6 +77,11 @@ def run_span(
                     caches[layer].update_and_fetch(k[None, :, at:end], v[None, :, at:end])
                     return x
                 if layer == first and given is not None:
+                    if given.shape[-1] != x.shape[-1]:
+                        raise IncompatibleError(
+                            f"what entered layer {first} has {given.shape[-1]} values a token, not {x.shape[-1]} as in {model.info.name}",
+                            hint="blocks of layers go from one model to another of the same shapes",
+                        )
                     x = given[None, at - start : end - start].astype(x.dtype)
                 y = run(x)
                 if layer == last - 1:

@@ -95,7 +95,8 @@ def source_of(archive: Archive) -> Source:
         k, v = (x if isinstance(x, mx.array) else x.dequantize() for x in (state.k, state.v) if x is not None)
         return before_rope(k, v, ropes[layer])
 
-    return Source(archive.manifest.model, archive.tokens, archive.length, rows, tuple(shapes), tuple(archive.manifest.quality))
+    inputs = {given.layer: partial(archive.decoder.layer_input, given.layer) for given in archive.manifest.layer_inputs}
+    return Source(archive.manifest.model, archive.tokens, archive.length, rows, tuple(shapes), tuple(archive.manifest.quality), inputs)
 
 
 def source_of_snapshot(snapshot: Snapshot) -> Source:

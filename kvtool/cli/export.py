@@ -65,6 +65,12 @@ if TYPE_CHECKING:
     help="Take the smallest rate of tcz, or of the --codec tc-N given, whose KL measured on the prompt is at most X nats a token; "
     "exit code 7 where none is.",
 )
+@click.option(
+    "--layer-input",
+    "layer_inputs",
+    metavar="A[,B...]",
+    help="Keep what enters these layers too: a model of the same shapes can run its own from there on (import --recompute layers=A-B).",
+)
 @sink_option
 @recent_option
 @frame_option
@@ -87,6 +93,7 @@ def command(
     calibration: str | None,
     carry: bool,
     quality: str | None,
+    layer_inputs: str | None,
     sink: int | None,
     recent: int | None,
     frame: str | None,
@@ -113,6 +120,9 @@ def command(
         raise click.UsageError("give one of --prompt, --prompt-file, --tokens, or --from-cache (with --tokens where the ids are known)")
     if chat and not (prompt or prompt_file):
         raise click.UsageError("--chat goes with --prompt or --prompt-file")
+    if layer_inputs is not None and from_cache is not None:
+        raise click.UsageError("--layer-input needs a prompt to run: a cache does not hold what entered its layers")
+    inputs = [] if layer_inputs is None else _layers(layer_inputs)
     limit = None if quality is None else _limit(quality)
     if quality is not None and from_cache is not None:
         raise click.UsageError("--quality measures on the prompt, so it does not go with --from-cache")
@@ -154,7 +164,7 @@ def command(
             snapshot = capture(model, cache=caches, tokens=ids)
     else:
         with bar("prefill", quiet=as_json) as progress:
-            snapshot = capture(model, text if text is not None else ids, chat=chat, progress=progress)
+            snapshot = capture(model, text if text is not None else ids, chat=chat, layer_inputs=inputs, progress=progress)
     details: dict[str, Any] | None = None
     if limit is not None:
         from kvtool.calibrations import resolve
@@ -194,6 +204,14 @@ def command(
     for remark in report.notes:
         note(remark)
     emit(as_json, {**asdict(report), "prompt_tokens": prompt_tokens}, save_lines(report))
+
+
+def _layers(text: str) -> list[int]:
+    """A,B as layers."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise click.UsageError(f"--layer-input must be layers such as 9 or 9,12, but is {text!r}")
+    return sorted({int(word) for word in words})
 
 
 def _limit(quality: str) -> float:

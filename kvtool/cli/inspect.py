@@ -52,6 +52,7 @@ def describe(reader: Reader) -> dict[str, Any]:
         "rope_problems": manifest.extra.get("rope_problems", {}),
         "quality": list(manifest.quality),
         "layers": layers,
+        "layer_inputs": [{"layer": given.layer, **_role(reader, given.rows)} for given in manifest.layer_inputs],
     }
 
 
@@ -119,6 +120,10 @@ def as_text(data: dict[str, Any]) -> str:
     for name, problem in problems.items() if isinstance(problems, dict) else ():
         lines.append(f"rope       {name}: {problem}")
     lines += _grouped(data["layers"])
+    for given in data["layer_inputs"]:
+        codecs = "+".join(segment["codec"] for segment in given["segments"])
+        width = given["heads"] * given["dim"]
+        lines.append(f"input      of layer {given['layer']}, {width} values a token, {codecs}, {given['bytes']:,} bytes")
     lines += [f"quality    {quality_line(step)}" for step in data["quality"]]
     return "\n".join(map(printable, lines))
 
