@@ -159,6 +159,8 @@ def token_ids(ids: Any) -> list[int]:
     """
     if isinstance(ids, bytes | bytearray) or (isinstance(ids, mx.array | np.ndarray) and ids.ndim != 1):
         raise TypeError(f"[capture] token ids must be a sequence of integers, but got {type(ids).__name__} {getattr(ids, 'shape', '')}.")
+    if isinstance(ids, list | tuple) and set(map(type, ids)) <= {int}:
+        return list(ids)
     plain: list[Any] = [t.item() if isinstance(t, mx.array) and t.ndim == 0 else t for t in ids]
     wrong = [t for t in plain if isinstance(t, bool | np.bool_) or not isinstance(t, int | np.integer)]
     if wrong:
@@ -177,6 +179,8 @@ def vocabulary(model: LoadedModel) -> int:
 def check_ids(model: LoadedModel, ids: Sequence[int]) -> None:
     """Raise ValueError where a token id lies outside the model's vocabulary."""
     size = vocabulary(model)
+    if not ids or (min(ids) >= 0 and max(ids) < size):
+        return
     wrong = next(((i, t) for i, t in enumerate(ids) if not 0 <= t < size), None)
     if wrong is not None:
         raise ValueError(f"[capture] token {wrong[0]} is {wrong[1]}, but {model.info.name} has ids 0 to {size - 1}.")

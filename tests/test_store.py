@@ -340,9 +340,12 @@ def test_what_put_refuses(tmp_path: Path) -> None:
     assert list(store.objects.names()) == []
 
 
-def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has ids 0 to"):
-        store_at(tmp_path).lookup([1, 10**6], tiny("qwen3"))
+@pytest.mark.parametrize("wrong", [-1, 1 << 31])
+def test_ids_that_no_model_has_are_refused(tmp_path: Path, wrong: int) -> None:
+    for call in (store_at(tmp_path).lookup, store_at(tmp_path).load):
+        with pytest.raises(ValueError, match="token ids must be in 0"):
+            call([1, wrong], tiny("qwen3"))
+        assert call([1, 10**6], tiny("qwen3")) is None
 
 
 def test_a_store_without_local_files_works_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

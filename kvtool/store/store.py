@@ -12,7 +12,7 @@ from typing import Any
 from formats.errors import IncompatibleError
 from kvtool.archive import Restored
 from kvtool.calibrations import Calibration, is_calibrated, resolve
-from kvtool.capturing import Snapshot, check_ids, token_ids
+from kvtool.capturing import Snapshot, token_ids
 from kvtool.encoding import codec_plan
 from kvtool.model import LoadedModel
 from kvtool.store.catalogue import GRACE, Catalogue, Held
@@ -186,8 +186,7 @@ class Store:
             ends: also look for prompts that end within these tokens; without, whole chunks alone count.
             space: key of the one space to look in.
         """
-        ids = token_ids(tokens)
-        check_ids(model, ids)
+        ids = _checked(tokens)
         return next(iter(matches(self.objects, self.known, ids, model, ends, only=space)), None)
 
     def load(
@@ -212,10 +211,9 @@ class Store:
             decode, mapped, progress: as in `Archive.load`.
             ends, space: as in `lookup`.
         Raises:
-            ValueError: ids outside the vocabulary.
+            ValueError: ids that no model has.
         """
-        ids = token_ids(tokens)
-        check_ids(model, ids)
+        ids = _checked(tokens)
         avoid: frozenset[str] = frozenset()
         notes: list[str] = []
         gone = 0
@@ -252,8 +250,7 @@ class Store:
         Raises:
             Lost: an object is gone, damaged or cannot be read.
         """
-        ids = token_ids(tokens)
-        check_ids(model, ids)
+        ids = _checked(tokens)
         # One token more, so that the last one counts.
         match = next(iter(matches(self.objects, self.known, [*ids, 0], model, ends)), None)
         if match is None:
@@ -369,6 +366,14 @@ class Store:
         total = sum(kind["bytes"] for kind in kinds.values()) + unfinished
         counts = {**self.counts, "evicted": self.room.evicted}
         return {"kinds": kinds, "unfinished_bytes": unfinished, "bytes": total, "quota": self.room.quota, **counts}
+
+
+def _checked(tokens: Sequence[int]) -> list[int]:
+    """Token ids that a key can be made of. Which of them the model has is not asked: the store holds no others."""
+    ids = token_ids(tokens)
+    if ids and not (min(ids) >= 0 and max(ids) < 1 << 31):
+        raise ValueError(f"[Store] token ids must be in 0 .. 2**31 - 1, but got {min(ids)} .. {max(ids)}.")
+    return ids
 
 
 def _pieces(space: Space, snapshot: Snapshot, recent: int, whole: bool) -> list[Piece]:
