@@ -40,30 +40,6 @@ BAD_NAMES = (
 )
 
 
-@pytest.fixture(scope="session")
-def s3_port() -> Iterator[int]:
-    if not store_servers.HAVE_S3:
-        pytest.skip("obstore or moto[server] is not installed")
-    with store_servers.s3_server() as port:
-        yield port
-
-
-@pytest.fixture(scope="session")
-def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    if not store_servers.HAVE_REDIS:
-        pytest.skip("redis-server or the package redis is not installed")
-    with store_servers.redis_server(tmp_path_factory.mktemp("redis")) as port:
-        yield port
-
-
-@pytest.fixture(scope="session")
-def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    if not store_servers.HAVE_REDIS:
-        pytest.skip("redis-server or the package redis is not installed")
-    with store_servers.redis_cluster(tmp_path_factory.mktemp("cluster")) as port:
-        yield port
-
-
 @pytest.fixture(params=BACK_ENDS)
 def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
     """An empty back end."""

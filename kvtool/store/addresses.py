@@ -14,7 +14,6 @@ from kvtool.store.folder import Folder
 from kvtool.store.key_files import read_key
 from kvtool.store.local_copy import QUOTA, LocalCopy
 from kvtool.store.objects import Objects
-from kvtool.store.scratch import Scratch
 
 # scheme: module, class, the package it needs, the extra that installs it
 _REMOTE = {
@@ -56,8 +55,8 @@ def open_objects(
         objects = _class("kvtool.store.sealed", "Sealed", "an encrypted store", "cryptography", "encryption")(objects, read_key(key_file))
     if not found and key_file is None:
         return objects
-    if local is None:
-        local = Scratch().folder() if key_file is not None else _copies_of(repr(objects))
+    if local is None and key_file is None:
+        local = _copies_of(repr(objects))
     return LocalCopy(objects, local, quota=local_quota)
 
 

@@ -31,11 +31,12 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
         ValueError: others can read it, or it holds no key.
     """
     shown = Path(path)
-    with open(path, "rb") as file:
+    # Not to wait for somebody to write into a pipe.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"[store] a key must be in a regular file, but {shown} is none.")
         data = file.read(_LONGEST)
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"[store] a key must be in a regular file, but {shown} is none.")
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
         raise ValueError(f"[store] a key file must be readable by its owner alone, but {shown} has mode {mode:04o}; run: chmod 600 {shown}")

@@ -16,6 +16,7 @@ from formats.container import open_container
 from formats.errors import IntegrityError, KVError
 from kvtool.store.folder import Folder
 from kvtool.store.objects import Entry, Missing, Objects
+from kvtool.store.scratch import Scratch
 
 QUOTA = 16 << 30
 # One read of the back end: bounded, so that a timeout is about a stalled connection and not about a big object.
@@ -39,7 +40,7 @@ class LocalCopy:
 
     Args:
         remote: the back end.
-        folder: where the copies are.
+        folder: where the copies are; None for a private folder that is gone with this object.
         quota: bytes that the copies may take; the least recently used go first. A file that is mapped lives on until it is unmapped.
         check: raises KVError where a fetched file is not what was written.
     """
@@ -47,18 +48,29 @@ class LocalCopy:
     def __init__(
         self,
         remote: Objects,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | None,
         *,
         quota: int = QUOTA,
         check: Callable[[Path], None] = check_container,
     ) -> None:
         self.remote = remote
-        self.local = Folder(folder)
+        self._private = Scratch()
+        self._given = None if folder is None else Path(folder)
+        self._local: Folder | None = None
         self.quota = quota
         self._check = check
 
     def __repr__(self) -> str:
-        return f"LocalCopy({self.remote!r}, {str(self.local.root)!r})"
+        return f"LocalCopy({self.remote!r})"
+
+    @property
+    def local(self) -> Folder:
+        """The folder of copies."""
+        root = self._given or self._private.folder()
+        if self._local is None or self._local.root != root:
+            # A private one is made anew in a forked child, and after `close`.
+            self._local = Folder(root)
+        return self._local
 
     @property
     def name_key(self) -> bytes | None:
@@ -163,5 +175,7 @@ class LocalCopy:
         return self.remote.sweep()
 
     def close(self) -> None:
-        self.local.close()
+        if self._local is not None:
+            self._local.close()
+        self._private.close()
         self.remote.close()
