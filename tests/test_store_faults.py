@@ -368,8 +368,9 @@ def test_copies_stay_within_their_quota(tmp_path: Path) -> None:
         time.sleep(0.02)
         copied.path("o0")
     assert {entry.name for entry in copied.local.names()} == {"o0", "o2", "o3"}
-    mapped = open(copied.path("o0"), "rb")  # type: ignore[arg-type]
-    with mapped:
+    path = copied.path("o0")
+    assert path is not None
+    with path.open("rb") as mapped:
         for i in (4, 5, 1):
             copied.path(f"o{i}")
         assert "o0" not in {entry.name for entry in copied.local.names()} and mapped.read() == remote.held["o0"]

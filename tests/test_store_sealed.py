@@ -142,7 +142,7 @@ def test_an_object_that_was_written_anew_is_read_anew(folder: Folder, objects: S
 
 def test_another_key(folder: Folder, objects: Sealed) -> None:
     other = Sealed(folder, bytes(32))
-    with pytest.raises(IncompatibleError, match="encrypted with key [0-9a-f]{8}, the key given is [0-9a-f]{8}") as caught:
+    with pytest.raises(IncompatibleError, match=r"encrypted with key [0-9a-f]{8}, the key given is [0-9a-f]{8}") as caught:
         other.read("a")
     assert caught.value.exit_code == 5
     assert other.name_key != objects.name_key and KEY not in (objects.name_key, other.name_key)
