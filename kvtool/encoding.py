@@ -141,6 +141,8 @@ class Encoder:
         arrays = tuple(None if a is None else self.array(f"{name}.state.{i}", a) for i, a in enumerate(state.arrays))
         if state.arrays and not self.lossless:
             self.kept_raw.append(f"{name}: recurrent state")
+        if probe.state_problem is not None:
+            self.rope_problems[f"{name}.state"] = probe.state_problem
         info = CacheInfo(
             cls=state.cls,
             attention=state.attention,

@@ -30,6 +30,7 @@ PROBE_IDS = (1, 2)  # two batch rows: twice the energy in every pair, and no rel
 FAR = 100_003
 NEAR = 1  # for models without a rope module: their position table may end early, and an index past it reads foreign memory
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 2e-2}
+STATE_PROBLEM = "a sum over keys that each token's position has turned, which cannot be turned again"
 LARGEST_NOISE = 0.1  # relative change of an unrotated slot; above it the hidden states themselves depend on the position
 
 _ATTENTION = {
@@ -75,6 +76,7 @@ class CacheProbe:
         k, v: the two slots; None if the layer never fills them.
         caches: members of a CacheList.
         arrays: arrays of a recurrent state; None where the model leaves one empty.
+        state_problem: why a recurrent state cannot be moved to other positions or to another rotation, or None.
     """
 
     cls: str
@@ -85,6 +87,7 @@ class CacheProbe:
     v: RoleProbe | None = None
     caches: "tuple[CacheProbe, ...]" = ()
     arrays: tuple[ArrayProbe | None, ...] = ()
+    state_problem: str | None = None
 
 
 def probe_model(model: nn.Module) -> tuple[CacheProbe, ...]:
@@ -252,7 +255,8 @@ def _cache_probe(near: Any, far: Any, position: int, candidates: tuple[_Candidat
         return CacheProbe(name, "list", caches=members)
     if isinstance(near, ArraysCache):
         arrays = tuple(None if a is None else ArrayProbe(tuple(a.shape[1:]), a.dtype) for a in near.cache)
-        return CacheProbe(name, "state", arrays=arrays)
+        moves = any(_moves(a, b) for a, b in zip(near.cache, far.cache, strict=True))
+        return CacheProbe(name, "state", arrays=arrays, state_problem=STATE_PROBLEM if moves else None)
     attention, params = _ATTENTION[name], _params(near)
     window = params.get("max_size", params.get("chunk_size"))
     if len(near.rows) > 1 or len(far.rows) != len(near.rows):
@@ -310,6 +314,14 @@ def _placed(specs: tuple[RopeSpec, ...], dim: int) -> Iterator[RopeSpec]:
 
 def _turned(near: mx.array, position: int, spec: RopeSpec) -> mx.array:
     return mlx_rope(near, np.array([position]), spec)
+
+
+def _moves(near: mx.array | None, far: mx.array | None) -> bool:
+    """Whether a recurrent state depends on the position."""
+    if near is None or far is None or not near.size:
+        return False
+    ours, theirs = (np.array(x.astype(mx.float32)) for x in (near, far))
+    return not float(np.max(np.abs(ours - theirs))) <= TOLERANCE.get(near.dtype, 2e-2) * float(np.max(np.abs(theirs)))
 
 
 def _difference(a: mx.array, b: mx.array) -> float:

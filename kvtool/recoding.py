@@ -80,7 +80,7 @@ def recode(
         plan = None if codec is None else codec_plan(codec, sink, recent, frame)
         if rope_theta is not None:
             _check_one_base(archive)
-        job = _Recoder(archive, plan, rope_theta, shift)
+        job = _Recoder(archive, plan, rope_theta, shift, None if to_model is None else to_model.info)
         if plan is not None and (is_calibrated(plan.k) or is_calibrated(plan.v)):
             weights = [manifest.model.weights, None if to_model is None else to_model.info.weights]
             moments = None if to_model is None else partial(own_moments, to_model, archive.tokens, plan)
@@ -124,7 +124,7 @@ def recode(
 
 def check_recode(archive: Archive, model: LoadedModel) -> None:
     """Raise IncompatibleError where `recode` of this file to a model would, before anything is read."""
-    job = _Recoder(archive, None, None, 0)
+    job = _Recoder(archive, None, None, 0, model.info)
     for i, (info, probe) in enumerate(zip(archive.manifest.layers, _fit(archive, model), strict=True)):
         job.sources(str(i), info, probe)
 
@@ -163,8 +163,9 @@ def origin(manifest: Manifest, model: ModelInfo) -> dict[str, Any]:
 class _Recoder:
     """Builds the new file's layers; `untouched` and `touched` name the roles whose tensors are copied and encoded again."""
 
-    def __init__(self, archive: Archive, plan: CodecPlan | None, rope_theta: float | None, shift: int) -> None:
+    def __init__(self, archive: Archive, plan: CodecPlan | None, rope_theta: float | None, shift: int, model: ModelInfo | None) -> None:
         self.reader = archive.reader
+        self.same_weights = model is not None and model.weights is not None and model.weights == archive.manifest.model.weights
         self.decoder = archive.decoder
         self.plan = plan
         self.rope_theta = rope_theta
@@ -189,6 +190,7 @@ class _Recoder:
         )
         if arrays and not self.encoder.lossless:
             self.encoder.kept_raw.append(f"{name}: recurrent state")
+        self._check_state(name, info, probe)
         new = replace(
             info,
             arrays=arrays,
@@ -217,6 +219,7 @@ class _Recoder:
 
     def sources(self, name: str, info: CacheInfo, probe: CacheProbe | None) -> list[LayerSource]:
         """A cache and those in it as they are to be encoded again."""
+        self._check_state(name, info, probe)
         positions = tuple((a + self.shift, b + self.shift) for a, b in info.positions)
         found: dict[str, RoleSource | None] = {"k": None, "v": None}
         for role in found:
@@ -228,6 +231,15 @@ class _Recoder:
                 found[role] = self._source(f"{name}.{role}", old, Positions(info.positions), Positions(positions), rope, target)
         inner = [s for i, c in enumerate(info.caches) for s in self.sources(f"{name}.{i}", c, None if probe is None else probe.caches[i])]
         return [LayerSource(name, found["k"], found["v"], positions), *inner]
+
+    def _check_state(self, name: str, info: CacheInfo, probe: CacheProbe | None) -> None:
+        """Raise where a recurrent state would have to be turned; a recode of the codec alone hands the reason on."""
+        problem = self._problem(f"{name}.state") or (None if probe is None or not info.arrays else probe.state_problem)
+        if problem is None:
+            return
+        if probe is not None or self.rope_theta is not None or self.shift:
+            raise IncompatibleError(f"{name}: its recurrent state is {problem}", path=self.reader.path, hint="run the prompt again")
+        self.encoder.rope_problems[f"{name}.state"] = problem
 
     def _problem(self, name: str) -> str | None:
         """Why a role's rotation was not known when the file was written, or None."""
@@ -269,6 +281,14 @@ class _Recoder:
                     f"{probe.rope.first} to {probe.rope.first + probe.rope.dims}",
                     path=self.reader.path,
                     hint="caches move only between models that rotate the same entries",
+                )
+            if self.same_weights and source is not None and probe.rope is not None and source.pairing != probe.rope.pairing:
+                # Entries change places between models whose projections have them in another order; the same ones cannot be right for both.
+                raise IncompatibleError(
+                    f"{name}: pairs are {source.pairing}, the model's {probe.rope.pairing}, yet the weights are the same: one of the two "
+                    "reads them wrongly",
+                    path=self.reader.path,
+                    hint="correct rope_traditional in the config of the model that does",
                 )
             return probe.rope
         if self.rope_theta is None or source is None:

@@ -4,6 +4,8 @@ import importlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ import kvtool
 from formats.container import open_container
 from formats.errors import FormatError, IncompatibleError, IntegrityError
 from formats.manifest import CacheInfo, Role
+from kvtool.bridges.chunks import join
+from kvtool.bridges.transferring import source_of
 from kvtool.cli import run as cli
 from kvtool.model import LoadedModel, load_model
+from tests import oracles, rope_families
 from tests.library import f64, fill, ids, loaded, run, saved, tiny, twin
 from tests.tiny_random import FAMILIES, VOCAB, WINDOW
 from veloxquant_mlx.caches.coded import CodedKVCache
@@ -311,6 +316,59 @@ def test_case_31_the_codec_and_its_error_are_never_silent(tmp_path: Path, capsys
     assert all(reports["rvq-3", c]["quality"] == [error] for c in ("inspect", "import", "eval"))
     assert cli(["import", str(names["rvq-3"]), "--model", "tiny-a", "--max-tokens", "2"]) == 0
     assert "rvq-3" in capsys.readouterr().err
+
+
+def test_case_32_fragments_are_turned_to_where_they_stand(tmp_path: Path) -> None:
+    """Fragments that were computed from position 0 were put one after another as they were: bit-identical at every offset. Here a join
+    turns them, and keys of layer 0 are those of a prefill of the whole; a fragment alone is moved by a shift."""
+    model, tokens, cuts = tiny("llama-llama3"), ids(60), (0, 25, 42, 60)
+    for start, stop in pairwise(cuts):
+        kvtool.save(kvtool.capture(model, tokens[start:stop]), tmp_path / f"{start}.kv")
+    files = [tmp_path / f"{start}.kv" for start in cuts[:-1]]
+    with ExitStack() as stack:
+        archives = [stack.enter_context(kvtool.open(file)) for file in files]
+        joined = join([source_of(archive) for archive in archives], model).states[0].k
+        unturned = mx.concatenate([archive.state(0).k for archive in archives], axis=1)
+    whole = kvtool.capture(model, tokens).states[0].k
+    assert relative(joined, whole) < 1e-12 < 1e-2 < relative(unturned, whole)
+    kvtool.recode(files[1], tmp_path / "moved.kv", shift=25)
+    with kvtool.open(tmp_path / "moved.kv") as archive:
+        assert relative(archive.state(0).k, whole[:, 25:42]) < 1e-12
+
+
+@pytest.mark.parametrize("position", [10, 5_000, 50_000, 131_072])
+def test_case_33_llama3_is_recoded_by_its_own_frequencies(position: int, tmp_path: Path) -> None:
+    """A remap by the base alone on a llama3-scaled model was right for short prompts and wrong for long ones. Here plain keys recoded to
+    it, at any position, are those of its own prefill there, and those that the published formula gives in float64."""
+    scaling = FAMILIES["llama-llama3"][1]["rope_scaling"]
+    source, target = twin("llama", rope_theta=1e4), twin("llama", rope_theta=5e5, rope_scaling=scaling)
+    kvtool.save(kvtool.capture(source, rope_families.IDS), tmp_path / "a.kv")
+    kvtool.recode(tmp_path / "a.kv", tmp_path / "b.kv", to_model=target, shift=position)
+    with kvtool.open(tmp_path / "b.kv") as archive:
+        moved = np.array(archive.state(0).k)
+    assert rope_families.difference(moved, rope_families.prefill_rows(target.model, position)[(0,), "k"]) < 1e-6
+    before = oracles.default_frequencies(8, 1e4)
+    after = oracles.llama3_frequencies(8, 5e5, 8.0, 1.0, 4.0, 64)
+    at = np.arange(len(rope_families.IDS))
+    bare = oracles.rotated(f64(kvtool.capture(source, rope_families.IDS).states[0].k), at, -before)
+    # MLX's own angles are float32: 2e-8 a token of position (transfer/rope.py), and of every entry of a pair.
+    limit = 1e-6 + 4e-8 * position
+    assert rope_families.difference(moved, oracles.rotated(bare, at + position, after)) < limit
+    by_base_alone = oracles.rotated(bare, at + position, oracles.default_frequencies(8, 5e5))
+    assert rope_families.difference(by_base_alone, moved) > max(20 * limit, 1e-3)
+
+
+def test_case_33_an_unknown_scaling_is_refused(tmp_path: Path) -> None:
+    """A scaling that nobody knew was taken for llama3's. Here it is refused by name, in a file's model as in a target."""
+    known, unknown = (
+        twin("llama"),
+        twin("llama", "other", max_position_embeddings=2048, rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
+    )
+    for a, b in ((known, unknown), (unknown, known)):
+        saved(a, tmp_path / "a.kv", 12)
+        with pytest.raises(IncompatibleError, match="keys cannot be rotated: DynamicNTKScalingRoPE: its base depends on the length"):
+            kvtool.recode(tmp_path / "a.kv", tmp_path / "b.kv", to_model=b)
+    assert not (tmp_path / "b.kv").exists()
 
 
 def test_case_34_yarn_keeps_its_original_length_and_magnitude(tmp_path: Path) -> None:
