@@ -163,7 +163,7 @@ class _Explainer:
         reasons = [f"{label}: {text}" for label, text in (("recode", recode), ("map", mapped)) if text is not None]
         if recode is None:
             return ("other weights" if "architecture" in differ else "fine-tune"), reasons
-        return ("map" if mapped is None else "impossible"), reasons
+        return ("map" if mapped is None and differ & {"weights", "layers"} else "impossible"), reasons
 
     def _map_refusal(self) -> str | None:
         return _refusal(lambda: source_of(self.archive)) or _refusal(lambda: check_layers_of(self.model))

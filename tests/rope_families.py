@@ -295,7 +295,9 @@ target's own prefill over the largest entry, of the first rows that are rotated.
 
 Second column: the rotation as built. Third: from a twin with another base (or periods), scale and magnitude, in place and 1000 positions
 further on. The rest: from the model with plain RoPE to each scaling that the config can ask for; unused: the first rotated layer turns as
-without it; -: mlx-lm does not build it; empty: no place for it. {exact} files exact, {none} without rotation, {refused} refused, {unbuilt} not run.
+without it; -: mlx-lm does not build it; empty: no place for it.
+
+{exact} files exact, {none} without rotation, {refused} refused, {unbuilt} not run.
 
 | file | rotation | changed | {kinds} |
 |---|---|---{rules}|

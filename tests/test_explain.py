@@ -56,7 +56,6 @@ def test_identical(tmp_path: Path) -> None:
     [
         ({"rope_theta": 500000.0}, "base: file 10000.0, model 500000.0"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "scale: file 1.0, model 0.5"),
-        ({"rope_traditional": True}, "pairing: file half, model interleaved"),
     ],
 )
 def test_recode(config: dict, text: str, tmp_path: Path) -> None:
@@ -68,6 +67,14 @@ def test_recode(config: dict, text: str, tmp_path: Path) -> None:
     assert "--to-model" in found.commands[0]
     kvtool.recode(tmp_path / "a.kv", tmp_path / "b.kv", to_model=other)
     verdict(tmp_path / "b.kv", other, "identical", set())
+
+
+def test_one_set_of_weights_with_two_pairings(tmp_path: Path) -> None:
+    """One of the two reads the weights wrongly, so neither a recode nor a map can help."""
+    saved(tiny("llama"), tmp_path / "a.kv")
+    other = renamed(twin("llama", rope_traditional=True), weights=tiny("llama").info.weights)
+    found = verdict(tmp_path / "a.kv", other, "impossible", {"RoPE"})
+    assert "one of the two reads them wrongly" in found.reasons[0] and not found.commands
 
 
 def test_a_shifted_file(tmp_path: Path) -> None:
@@ -124,7 +131,7 @@ def test_every_changed_field_is_named(tmp_path: Path) -> None:
         (lambda m: m["model"].update(architecture="other"), "recode", {"architecture"}),
         (lambda m: m["layers"].pop(), "map", {"layers"}),
         (lambda m: m["ropes"][0].update(base=5.0), "recode", {"RoPE"}),
-        (lambda m: m["ropes"][0].update(dims=4), "map", {"RoPE"}),
+        (lambda m: m["ropes"][0].update(dims=4), "impossible", {"RoPE"}),
     ]
     for edit, expected, fields in edits:
         rewrite(tmp_path / "a.kv", tmp_path / "b.kv", lambda m, edit=edit: edit(m))  # type: ignore[misc]
