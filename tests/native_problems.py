@@ -58,6 +58,21 @@ def numbers(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}q", *values)
 
 
+def padded(x: np.ndarray) -> np.ndarray:
+    """The last axis, to a multiple of 16."""
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)]).astype(np.float32)
+
+
+def components(codes: np.ndarray, first: np.ndarray, bits: np.ndarray, points: np.ndarray) -> bytes:
+    """As the extension lays them out: each table repeated to at least 16 points."""
+    ends = np.cumsum(1 << bits.astype(np.int64))
+    tables = [np.resize(x, max(16, len(x))) for x in np.split(points, ends)[: len(bits)]]
+    table, place = (np.cumsum([0, *sizes])[: len(bits)] for sizes in (map(len, tables), 4 * bits.astype(np.int64)))
+    every = np.concatenate([np.zeros(0, np.float32), *tables])
+    lists = first.astype(np.int32), place.astype(np.int32), bits.astype(np.uint8), table.astype(np.int32), every.astype(np.float32)
+    return numbers(codes.shape[2]) + array(codes) + b"".join(map(array, lists))
+
+
 @dataclass
 class Recorder:
     """What `_native.Stored` is told."""
@@ -69,6 +84,10 @@ class Recorder:
     sides: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     grid: tuple[Any, ...] = (None, None, 1, False)
     turn: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    component: bytes = b""
+    size: bytes = b""
+    rows: np.ndarray | None = None
+    mixed: np.ndarray | None = None
 
     def floats(self, data: np.ndarray, bfloat: bool) -> None:
         self.data, self.type = data, 2 if bfloat else {"float32": 0, "float16": 1}[str(data.dtype)]
@@ -89,12 +108,26 @@ class Recorder:
     def rotation(self, signs: np.ndarray, hartley: np.ndarray) -> None:
         self.turn = signs, hartley
 
+    def components(self, *coded: np.ndarray) -> None:
+        self.component, self.type = components(*coded), 4
+
+    def sizes(self, *coded: np.ndarray) -> None:
+        self.size = components(*coded)
+
+    def basis(self, basis: np.ndarray) -> None:
+        self.rows = padded(basis)
+
+    def mix(self, mix: np.ndarray) -> None:
+        self.mixed = padded(mix)
+
     def written(self) -> bytes:
         step, zero, group, by_token = self.grid
         odd = 1 if self.turn[1] is None else len(self.turn[1])
         start = numbers(self.type, *self.shape, len(self.stages)) + array(self.data) + b"".join(self.stages)
         grid = numbers(group, by_token) + array(step) + array(zero)
-        return start + b"".join(map(array, self.sides)) + grid + numbers(odd) + b"".join(map(array, self.turn))
+        none = components(np.zeros((0, 0, 0), np.uint8), np.zeros(0, np.int32), np.zeros(0, np.uint16), np.zeros(0, np.float32))
+        coded = (self.component or none) + (self.size or none) + array(self.rows) + array(self.mixed)
+        return start + b"".join(map(array, self.sides)) + grid + numbers(odd) + b"".join(map(array, self.turn)) + coded
 
 
 @dataclass
@@ -109,7 +142,7 @@ class Case:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "stored", Recorder)
             patch.setattr(native, "max_dim", lambda: 512)
-            sides = [coded.reader.stored.written() for coded in (block.k, block.v)]
+            sides = [block.k.reader.stored.written(), block.v.reader.stored_beside(block.k.reader).written()]
         q, angles = self.q(), None
         if rope is not None:
             q, angles = half_split(q, rope), np.array(_angles(rope, block.first, block.stop))
@@ -131,7 +164,7 @@ class Case:
             plain = [np.array(x) for x in block.rows()]
         _, bias = bias_of("causal", count, block.count, 0)
         assert_close(mx.array(out), mx.array(lse), queries(count, dim=block.k.shape[2]), rows_of_block(block), plain, bias)
-        for coded in (block.k, block.v):
+        for coded in (block.k, *([] if block.v.codec.needs else [block.v])):
             wanted = np.array(coded.codec.decode(coded.parts, coded.shape, mx.float32))
             found = take(wanted.size).reshape(wanted.shape)
             np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())

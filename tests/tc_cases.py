@@ -1,9 +1,11 @@
 """Calibration rows, and tc codecs bound to their tables."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
+from tests import codec_oracles
 from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc, widths_for
 from veloxquant_mlx.codecs.tc import Tc
 
@@ -35,3 +37,24 @@ def bound(spec: str, heads: int = 2, dim: int = 64, tokens: int | None = None) -
     widths = widths_for({"0": own}, codec.bits)["0"]
     k, v = (codec.bind(role, own, widths, "0", DIGEST, tokens) for role in ("k", "v"))
     return k, v
+
+
+def exact(k: Any, k_parts: dict, v: Any, v_parts: dict, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Keys and values (H, S, D) in float64, of the tables and points as they are; no values where their codec is another."""
+    heads, count, dim = shape
+    reader = k.key_reader(k_parts)
+    points = np.array(reader.by_head(reader.components.unpack(k_parts["codes"][0]))).astype(np.float64).reshape(heads, -1, dim)[:, :count]
+    keys = points @ f64(reader.back[:, 0]) + f64(reader.mean[:, 0])
+    if not isinstance(v, Tc):
+        return keys, None
+    reader = v.value_reader(v_parts)
+    y = np.clip((keys - f64(reader.k_mean[:, 0])) @ f64(reader.forward[:, 0]), -64, 64)
+    predicted = y.swapaxes(0, 1).reshape(count, heads * dim) @ f64(reader.mix[0])
+    points = f64(reader.points(v_parts["codes"][0])).reshape(heads, -1, dim)[:, :count]
+    sizes = f64(reader.scales(v_parts["scales"][0])).reshape(heads, -1)[:, :count, None]
+    own = points * sizes @ codec_oracles.rotation(dim, v.seed)
+    return keys, predicted.reshape(count, heads, dim).swapaxes(0, 1) + f64(reader.v_mean[:, 0]) + own
+
+
+def f64(x: Any) -> np.ndarray:
+    return np.array(x).astype(np.float64)

@@ -31,6 +31,7 @@ from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import Codec, parse_codec
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.metal.fused_sdpa import is_patched, patch_mlx_lm_for_fused_sdpa, unpatch_mlx_lm
 from veloxquant_mlx.transfer.rope import RopeSpec, _page, cos_sin
 
@@ -73,18 +74,27 @@ def decoded(coded: CodedRows, first: int, given: np.ndarray | None = None) -> tu
     """float64 rows by the codec's own `decode` of all of them, before RoPE and, rotated by the oracle, as cached."""
     near = () if given is None else ({"k": mx.array(given.astype(np.float32))},)
     rows = np.array(coded.codec.decode(coded.parts, coded.shape, mx.float32, *near)).astype(np.float64)
+    return rows, as_cached(coded, rows, first)
+
+
+def as_cached(coded: CodedRows, rows: np.ndarray, first: int) -> np.ndarray:
+    """Decoded float64 rows, the first at a position, rotated as they are in a cache."""
     rope = coded.rope
     if rope is None:
-        return rows, rows
+        return rows
     live, own = rows.copy(), slice(rope.first, rope.first + rope.dims)
     if rope.pairing == "interleaved":
         live[..., own] = oracles.interleaved_from_half(rows[..., own], rope.dims)
     at, frequencies = np.arange(first, first + rows.shape[1]), np.array(rope.frequencies)
     how = {"magnitude": rope.magnitude, "interleaved": rope.pairing == "interleaved", "first": rope.first}
-    return rows, oracles.rotated(live, at, frequencies, **how)
+    return oracles.rotated(live, at, frequencies, **how)
 
 
 def rows_of_block(block: Block) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(block.v.codec, Tc):  # a float32 decoder's own rounding is amplified by what predicts from small components
+        before, values = tc_cases.exact(block.k.codec, block.k.parts, block.v.codec, block.v.parts, block.k.shape)
+        keys = as_cached(block.k, before, block.first - block.k_from)
+        return keys[:, block.k_from :][:, : block.count], values[:, block.v_from :][:, : block.count]
     before, keys = decoded(block.k, block.first - block.k_from)
     _, values = decoded(block.v, 0, before if block.v.codec.needs else None)
     return keys[:, block.k_from :][:, : block.count], values[:, block.v_from :][:, : block.count]

@@ -8,22 +8,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests import tc_cases
 from tests.test_coded import GROUPS, assert_close, attention, bias_of, block_of, queries, rows_of_block, sample, stacked
 from veloxquant_mlx import native
 from veloxquant_mlx.caches.blocks import NATIVE_ROWS, Block, CodedRows
 from veloxquant_mlx.caches.coded import Growth
 from veloxquant_mlx.caches.visibility import Visibility
-from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.codecs import parse_codec, tc_reading
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 pytestmark = pytest.mark.skipif(not native.built(), reason="the native back end was not built")
 
-# Every way of reading: one and two stages of each width, signs, grids, both groupings (whole vectors of a group and not), floats.
+# Every way of reading: one and two stages of each width, signs, grids, both groupings (whole vectors or not), floats, components.
 SPECS = (
     *(f"rvq-{bits}" for bits in range(1, 9)),
     *("rvq-2+2", "rvq-3+5", "rvq-4:nocenter", "rabitq", "rabitq-4", "rabitq-8", "affine-1", "affine-4", "affine-8"),
     *("k=affine-3:channel:group=7,v=affine-5:token:group=7", "k=affine-2:token,v=affine-4:channel", "raw", "k=rvq-2+2,v=raw"),
+    *("tc-1.25", "tc-2", "tc-3.5", "tc-6", "tc-2:carry", "k=tc-3,v=rvq-4"),
 )
 DIMS = (16, 64, 72, 80, 96, 128)  # 72 = 9 x 8, 80 = 5 x 16, 96 = 3 x 32
 
@@ -47,11 +50,20 @@ def roped(dim: int) -> dict[str, RopeSpec | None]:
 
 def made(spec: str, dim: int, rope: str, count: int = 150, heads: int = 2) -> Block:
     """Rows 7 on; every third key is far from the mean of the others, so that codecs that centre row by row leave it as it is."""
-    plan = parse_codec(spec)
     keys, values = sample(count, dim, heads, dim)
     mean = mx.mean(keys, axis=1, keepdims=True)
     keys = mx.where((mx.arange(count) % 3 == 1)[:, None], keys - mean, keys)
-    return Growth(plan.k, plan.v, roped(dim)[rope]).encoded(keys, values, 7)
+    return growth(spec, dim, roped(dim)[rope], heads).encoded(keys, values, 7)
+
+
+def growth(spec: str, dim: int, rope: RopeSpec | None = None, heads: int = 2) -> Growth:
+    """The codecs of a spec, bound where they are calibrated."""
+    plan = parse_codec(spec)
+    k, v = plan.k, plan.v
+    if isinstance(k, Tc):
+        bound = tc_cases.bound(spec.removeprefix("k=").partition(",")[0], heads, dim)
+        k, v = bound[0], bound[1] if isinstance(v, Tc) else v
+    return Growth(k, v, rope)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -173,9 +185,10 @@ def test_floats_where_they_lie(level: str, dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_decoded_rows(level: str, spec: str) -> None:
     for dim in (1, 2, 3, 7, *DIMS, 256):
-        plan = parse_codec(spec)
-        block = Growth(plan.k, plan.v).encoded(*sample(37, 1, 2, dim), 0)
+        block = growth(spec, dim).encoded(*sample(37, 1, 2, dim), 0)
         for coded in (block.k, block.v):
+            if coded.codec.needs:  # decoded beside keys alone
+                continue
             wanted = np.array(coded.codec.decode(coded.parts, coded.shape, mx.float32))
             found = native._native.decode(coded.reader.stored, 0, 37)
             np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
@@ -202,13 +215,35 @@ def test_what_it_leaves_to_mlx() -> None:
     block, q = made("rvq-4", 16, "none", 40), stacked(queries(1, dim=16), 2)
     assert block._native(q, Visibility(1, GROUPS, 40), 0) is not None
     assert block._native(q, Visibility(1, GROUPS, 40, mask=mx.ones((1, 3, 40), mx.bool_)), 0) is None
-    assert block_of("tc-2", sample(64))._native(q, Visibility(1, GROUPS, 64), 0) is None
+    assert block_of("qjl", sample(64))._native(q, Visibility(1, GROUPS, 64), 0) is None
     with native.without():
         assert block._native(q, Visibility(1, GROUPS, 40), 0) is None
 
 
+@pytest.mark.parametrize("wild", [64.0, 0.5])
+def test_values_predicted_from_keys_of_another_mean(level: str, wild: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the prediction takes the keys' mean for may differ from it; where a component could reach its limit, MLX attends."""
+    block = made("tc-2:carry", 64, "half")
+    parts = block.v.parts | {
+        "k_mean": block.v.parts["k_mean"] + mx.array(0.1 * np.random.default_rng(4).standard_normal((2, 64)).astype(np.float32))
+    }
+    block = Block(block.k, CodedRows(block.v.codec, parts, block.v.shape, block.v.dtype), block.count, block.first)
+    monkeypatch.setattr(tc_reading, "WILD", wild)
+    q, seen = queries(3, dim=64), Visibility.of("causal", 6, 2, 3, 150)
+    assert (block._native(stacked(q, 2), seen, 0) is not None) == (wild == 64)
+    out, lse = block.attend(stacked(q, 2), seen, 0, 64)
+    with native.without():
+        plain = [np.array(x) for x in block.rows()]
+    assert_close(out.reshape(6, 3, -1), lse.reshape(6, 3), q, rows_of_block(block), plain, bias_of("causal", 3, 150)[1])
+
+
 def test_refuses_what_does_not_fit() -> None:
     rows = native.stored((2, 5, 16))
+
+    def components(first: list[int], bits: list[int], points: int, size: int = 32) -> None:
+        lists = np.array(first, np.int32), np.array(bits, np.uint16), np.zeros(points, np.float32)
+        native.stored((2, 5, 16)).components(np.zeros((1, 1, size), np.uint8), *lists)
+
     for call, message in (
         (lambda: native.stored((2, 5, 513)), r"shape must be \(H, S, D\) with D at most 512, but got \(2, 5, 513\)"),
         (lambda: rows.codes(np.zeros((2, 5, 7), np.uint8), 4, None), r"codes must be \(2, 5, 8\), but got \(2, 5, 7\)"),
@@ -220,6 +255,11 @@ def test_refuses_what_does_not_fit() -> None:
         (lambda: rows.floats(np.zeros((2, 5, 16)), False), "data must be float16 or float32"),
         (lambda: rows.rotation(np.ones(16, np.float32), np.ones((3, 3), np.float32)), r"hartley must be \(m, m\) with D = m 2\^k"),
         (lambda: rows.affine(*[np.zeros((2, 1, 15), np.uint16)] * 2, 32, False), r"step must be \(2, 1, 16\), but got \(2, 1, 15\)"),
+        (lambda: rows.mix(np.zeros((3, 2, 16), np.float32)), "mix must be that of components, but got none"),
+        (lambda: components([0, 3, 2], [4] * 2, 32), "first must be ascending from 0, but got 3"),
+        (lambda: components([0, 1, 2], [4, 9], 32), "bits must be 1 to 8, but got 9"),
+        (lambda: components([0, 1, 2], [4, 4], 31), "points must be 2.bits for each component, but got 31"),
+        (lambda: components([0, 1, 2], [4, 4], 32, 33), r"components must be \(1, 1, 32\), but got \(1, 1, 33\)"),
         (lambda: native._native.decode(rows, 0, 5), "rows must be given their codes or floats, but got none"),
         (lambda: native.set_level("sse9"), "KVTOOL_SIMD must be one of .*baseline, but got sse9"),
         (lambda: native.set_threads(0), "KVTOOL_THREADS must be 1 to 1024, but got 0"),

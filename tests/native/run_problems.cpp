@@ -46,8 +46,9 @@ class Input {
 
   // Memory of just this size, so that a sanitizer sees any read beyond it; nullptr for an empty array.
   template <class T>
-  const T* array() {
+  const T* array(int64_t* bytes = nullptr) {
     const int64_t size = number();
+    if (bytes) *bytes = size;
     if (!size) return nullptr;
     arrays_.push_back(Memory(malloc(size)));
     read(arrays_.back().get(), size);
@@ -68,6 +69,16 @@ class Input {
   std::vector<Memory> arrays_;
 };
 
+Components components_of(Input& in) {
+  Components c{};
+  c.block = in.number();
+  int64_t size = 0;
+  c.codes = in.array<uint8_t>(&size), c.end = c.codes + size;
+  c.first = in.array<int32_t>(), c.place = in.array<int32_t>(), c.bits = in.array<uint8_t>(), c.table = in.array<int32_t>();
+  c.points = in.array<float>();
+  return c;
+}
+
 Rows rows_of(Input& in) {
   Rows rows{};
   rows.type = Type(in.number());
@@ -86,6 +97,8 @@ Rows rows_of(Input& in) {
   rows.step = in.array<uint16_t>(), rows.zero = in.array<uint16_t>();
   rows.odd = int(in.number());
   rows.signs = in.array<float>(), rows.hartley = in.array<float>();
+  rows.components = components_of(in), rows.sizes = components_of(in);
+  rows.basis = in.array<float>(), rows.mix = in.array<float>();
   return rows;
 }
 
@@ -114,16 +127,27 @@ void problem(const Level& level, Pool& pool, Input& in, FILE* to) {
   p.dim = (p.keys.dim + 15) / 16 * 16, p.dim_v = (p.values.dim + 15) / 16 * 16;
   p.chunk = 64, p.chunks = (p.count + p.chunk - 1) / p.chunk;
   const int heads = p.keys.heads;
-  const size_t every = size_t(heads) * p.padded_rows, scratch = size_t(p.padded_rows) * TILE;
-  std::vector<float> a, b, c, d, e, out(size_t(heads) * p.rows * p.values.dim), lse(size_t(heads) * p.rows);
+  const bool predicted = p.values.mix;
+  p.span = 32;
+  const size_t every = size_t(heads) * p.padded_rows;
+  const size_t scratch = predicted ? level.attend_components_scratch(p) : size_t(p.padded_rows) * TILE;
+  std::vector<float> a, b, c, d, e, f, out(size_t(heads) * p.rows * p.values.dim), lse(size_t(heads) * p.rows);
   p.turned = aligned(a, every * p.dim), p.by_mean = aligned(b, every), p.out = out.data(), p.lse = lse.data();
   p.sums = aligned(c, every * p.chunks * p.dim_v), p.states = aligned(d, every * p.chunks * 3);
   float* scratches = aligned(e, scratch * pool.threads());
+  if (predicted) p.shared = aligned(f, size_t(heads) * p.rows * p.chunks * ((p.keys.components.first[heads] + 15) / 16 * 16));
   for (int head = 0; head < heads; head++) level.prepare(p, head);
-  pool.run(heads * p.chunks, [&](int i, int thread) { level.attend(p, i % heads, i / heads, scratches + scratch * thread); });
-  for (int head = 0; head < heads; head++) level.finish(p, head);
+  if (predicted)
+    pool.run(p.chunks, [&](int i, int thread) { level.attend_components(p, i, scratches + scratch * thread); });
+  else
+    pool.run(heads * p.chunks, [&](int i, int thread) { level.attend(p, i % heads, i / heads, scratches + scratch * thread); });
+  for (int head = 0; head < heads; head++) {
+    level.finish(p, head);
+    if (predicted) level.add_predicted(p, head);
+  }
   put(to, out), put(to, lse);
-  decoded(level, p.keys, to), decoded(level, p.values, to);
+  decoded(level, p.keys, to);
+  if (!predicted) decoded(level, p.values, to);
 }
 
 }  // namespace

@@ -428,7 +428,7 @@ class _Inputs:
     def parted(self, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """W to each component's own head and to the others, (n, D) and (n, (H - 1) D)."""
         own = _to_own(self.homes, w.shape[1], self.forward.codes.shape[1])
-        return w[own].reshape(len(w), -1), w[~own].reshape(len(w), w.shape[1] - self.forward.codes.shape[1])
+        return w[own].reshape(len(w), self.forward.codes.shape[1]), w[~own].reshape(len(w), w.shape[1] - self.forward.codes.shape[1])
 
 
 def joined(own: np.ndarray, cross: np.ndarray, homes: np.ndarray) -> np.ndarray:

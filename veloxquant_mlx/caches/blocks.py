@@ -186,7 +186,7 @@ class Block:
         if not native.available() or backend() != "cpu":
             return None
         bounds = seen.bounds(column, self.count)
-        k, v = (None, None) if bounds is None else (self.k.reader.stored, self.v.reader.stored)
+        k, v = (None, None) if bounds is None else (self.k.reader.stored, self.v.reader.stored_beside(self.k.reader))
         if k is None or v is None:
             return None
         rope, angles = self.k.rope, None

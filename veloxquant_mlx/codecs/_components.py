@@ -39,6 +39,13 @@ class Components:
         shape, width = int(self.shapes[i]), int(self.widths[i])
         return (points(shape, width) / np.float32(1 - distortion(shape, width) if self.unbiased else 1)).astype(np.float32)
 
+    def stored(self, heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For the native back end, of the components that have bits: where each head's begin, their bits and their points."""
+        used = self.widths > 0
+        first = np.concatenate([[0], np.cumsum(used.reshape(heads, -1).sum(axis=1))])
+        points = [self.table(i) for i in np.flatnonzero(used)]
+        return first.astype(np.int32), self.widths[used].astype(np.uint16), np.concatenate([np.zeros(0, np.float32), *points])
+
     @cached_property
     def _by_width(self) -> list[tuple[int, np.ndarray, mx.array, mx.array, mx.array]]:
         """Per width in use: the width, its components, their words in a block, their points one after another, and where each begins."""

@@ -98,6 +98,10 @@ class RowReader:
         """The rows as the native back end reads them, or None where it has no way to."""
         return None
 
+    def stored_beside(self, keys: "RowReader") -> Any:
+        """`stored` of values, whose codes may mean something only beside the keys of the same rows."""
+        return self.stored
+
     def of_shared(self, sums: mx.array) -> mx.array:
         """What weighted sums of `shared` add to weighted sums of rows: (H, R, C) -> (H, R, D)."""
         raise NotImplementedError(f"{type(self).__name__} has tiles without shared entries")

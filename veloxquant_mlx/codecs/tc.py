@@ -52,7 +52,7 @@ from veloxquant_mlx.codecs._components import BLOCK, Components
 from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS
 from veloxquant_mlx.codecs._rotation import rotate, unrotate
-from veloxquant_mlx.codecs.tc_reading import TcKeyRows, TcValueRows
+from veloxquant_mlx.codecs.tc_reading import FAR, WILD, TcKeyRows, TcValueRows
 
 CARRIED = "carried"
 MAX_HEADS = 1024
@@ -63,8 +63,6 @@ ZERO = (1 << SCALE_BITS) - 1  # the scale's code of a row of zeros
 STEPS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # octaves from one scale's code to the next
 TOP = 128  # the largest scale is below 2^TOP
 _SLACK = 3.0  # octaves below the median scale that codes must reach: rows smaller than that are of no account
-_FAR = 1e18  # a row is that far from the mean at most
-_WILD = 64.0  # standard deviations that a predicting component moves at most
 
 
 @dataclass(frozen=True)
@@ -374,7 +372,7 @@ class Tc(Codec):
     def _unpacked(self, parts: dict[str, mx.array], name: str) -> np.ndarray:
         """Rows of tables, (n, size) float32, from their parts."""
         size, widths = self._carried_rows[name]
-        points = np.array(_rows_of(widths).unpack(parts[name][0])).swapaxes(0, 1).reshape(len(widths), -1)[:, :size]
+        points = np.array(_rows_of(widths).unpack(parts[name][0])).swapaxes(0, 1).reshape(len(widths), -(-size // BLOCK) * BLOCK)[:, :size]
         return points * np.array(parts[f"{name}_step"])[:, None]
 
     def _encode_keys(self, x: mx.array) -> dict[str, mx.array]:
@@ -384,7 +382,7 @@ class Tc(Codec):
         columns = mx.array(np.ascontiguousarray(forward.swapaxes(1, 2)).astype(np.float32))[:, None]
         blocks = []
         for tokens in token_blocks(x.shape, BLOCK):
-            y = mx.matmul(mx.clip(_tiles(x[:, tokens].astype(mx.float32)) - reader.mean, -_FAR, _FAR), columns)
+            y = mx.matmul(mx.clip(_tiles(x[:, tokens].astype(mx.float32)) - reader.mean, -FAR, FAR), columns)
             codes = reader.components.codes(_by_component(y))
             codes[:, tokens.stop - tokens.start :] = 0
             blocks.append(reader.components.pack(codes))
@@ -476,7 +474,7 @@ class ValueReader:
 
     def inputs(self, keys: mx.array) -> mx.array:
         """The components that values are predicted from: decoded keys (H, blocks, n, D) -> (H, blocks, n, D), float32."""
-        return mx.clip(mx.matmul(mx.clip(keys - self.k_mean, -_FAR, _FAR), self.forward), -_WILD, _WILD)
+        return mx.clip(mx.matmul(mx.clip(keys - self.k_mean, -FAR, FAR), self.forward), -WILD, WILD)
 
     def predict(self, keys: mx.array) -> mx.array:
         """Decoded keys (H, blocks, 32, D) -> (H, blocks, 32, D), float32."""

@@ -18,16 +18,24 @@ multiply-adds with y^ in the place of y~:
     anchored, B = 64            .0120   64 + 64 + 192 + 64
 """
 
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import numpy as np
 
+from veloxquant_mlx import native
+from veloxquant_mlx.allocators.transforms import SCALE_BITS
 from veloxquant_mlx.codecs._base import Given, Shape
-from veloxquant_mlx.codecs._components import BLOCK
+from veloxquant_mlx.codecs._components import BLOCK, Components
 from veloxquant_mlx.codecs._reading import RowReader, Tile
+from veloxquant_mlx.codecs._rotation import factors
 
 if TYPE_CHECKING:
     from veloxquant_mlx.codecs.tc import Tc
+
+FAR = 1e18  # a row is that far from the mean at most
+WILD = 64.0  # standard deviations that a predicting component moves at most
 
 
 class TcKeyRows(RowReader):
@@ -47,6 +55,26 @@ class TcKeyRows(RowReader):
         rows = mx.matmul(self.keys.by_head(points), self.keys.back)
         return Tile(rows.reshape(self.shape[0], -1, self.shape[2])[:, start - first : stop - first])
 
+    @cached_property
+    def stored(self) -> Any:
+        if self.shape[2] > native.max_dim():
+            return None
+        rows, components = native.stored(self.shape), self.keys.components
+        rows.components(native.packed(self.parts["codes"]), *components.stored(self.shape[0]))
+        rows.basis(np.concatenate([self.back, np.array(self.mean)]))
+        return rows
+
+    @cached_property
+    def back(self) -> np.ndarray:
+        """(n, D) float32: the row of each component that has bits."""
+        return np.array(self.keys.back[:, 0]).reshape(-1, self.shape[2])[self.keys.components.widths > 0]
+
+    @cached_property
+    def reach(self) -> np.ndarray:
+        """(n,): the largest |y^| of each of them."""
+        components = self.keys.components
+        return np.array([np.abs(components.table(i)).max() for i in np.flatnonzero(components.widths)])
+
 
 class TcValueRows(RowReader):
     """Points are the values' own codes, in the rotated domain; `shared` are the components that they are predicted from."""
@@ -57,6 +85,7 @@ class TcValueRows(RowReader):
         super().__init__(codec, parts, shape)
         self.values = codec.value_reader(parts)
         self.seed = codec.seed
+        self._beside: tuple[RowReader, Any] | None = None
         self.mean = self.values.v_mean[:, 0, 0]
         heads, _, dim = shape
         self.mix = self.values.mix.reshape(heads * dim, heads, dim).transpose(1, 0, 2)  # (H, H D, D): components to the values of each head
@@ -73,6 +102,48 @@ class TcValueRows(RowReader):
 
     def of_shared(self, sums: mx.array) -> mx.array:
         return mx.matmul(sums, self.mix)
+
+    def stored_beside(self, keys: RowReader) -> Any:
+        """Of keys that are `tc` too, whose components the predictions are a linear function of; see `_predictor`."""
+        if self._beside is None or self._beside[0] is not keys:
+            self._beside = keys, self._stored(keys) if isinstance(keys, TcKeyRows) and keys.stored is not None else None
+        return self._beside[1]
+
+    def _stored(self, keys: TcKeyRows) -> Any:
+        mix, rest = self._predictor(keys)
+        if mix is None:
+            return None
+        heads, _, dim = self.shape
+        rows, every = native.stored(self.shape), Components(np.full(heads, SCALE_BITS), np.zeros(heads, np.int64), False)
+        rows.components(native.packed(self.parts["codes"]), *self.values.components.stored(heads))
+        first, bits, _ = every.stored(heads)
+        rows.sizes(native.packed(self.parts["scales"]), first, bits, native.shared(self.values.sizes))
+        rows.mix(mix)
+        rows.mean(np.array(self.mean) + rest)
+        rows.rotation(*(native.shared(x) for x in factors(dim, self.seed)))
+        return rows
+
+    def _predictor(self, keys: TcKeyRows) -> tuple[np.ndarray | None, np.ndarray]:
+        """M (n, H, D) and c (H, D), float32, of predictions M^T y^ + c; no M where a key's limits could bind, for they are not linear.
+
+        y~ = limited(limited(y^ back + mean - k_mean) forward),   v = W^T y~
+        """
+        heads, _, dim = self.shape
+        first = keys.keys.components.stored(heads)[0]
+        forward, mix = (np.array(x).astype(np.float64) for x in (self.values.forward[:, 0], self.values.mix[0]))
+        apart = (np.array(keys.mean) - np.array(self.values.k_mean[:, 0, 0])).astype(np.float64)
+        predictor, rest, linear = np.zeros((first[-1], heads * dim), np.float32), np.zeros(heads * dim), True
+        for h in range(heads):
+            own = slice(first[h], first[h + 1])
+            back, reach = keys.back[own].astype(np.float64), keys.reach[own]
+            turned, by_mean = back @ forward[h], apart[h] @ forward[h]
+            linear &= bool(
+                (reach @ np.abs(back) + np.abs(apart[h]) <= FAR).all() and (reach @ np.abs(turned) + np.abs(by_mean) <= WILD).all()
+            )
+            predictor[own] = turned @ mix[h * dim : (h + 1) * dim]
+            rest += by_mean @ mix[h * dim : (h + 1) * dim]
+        shape = (heads, dim)
+        return predictor.reshape(-1, *shape) if linear else None, rest.reshape(shape).astype(np.float32)
 
 
 def _whole(start: int, stop: int, rows: int) -> tuple[int, int]:

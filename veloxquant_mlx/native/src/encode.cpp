@@ -16,7 +16,6 @@ constexpr float SMALLEST = 0x1p-120f;    // below it a row's values, or a group'
 constexpr float ROUNDING = 12582912.0f;  // adding it rounds to an integer, halves to even
 constexpr int LANES = 16 / W;
 
-inline int padded(int dim) { return (dim + 15) / 16 * 16; }
 inline V absolute(V x) { return x < 0 ? -x : x; }
 inline V larger(V a, V b) { return a > b ? a : b; }
 inline V smaller(V a, V b) { return a < b ? a : b; }

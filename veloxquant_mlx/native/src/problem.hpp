@@ -3,14 +3,16 @@
 // No inline functions and no standard templates here or in what a level includes: a level's translation unit is compiled for
 // instructions that the machine may lack, and the linker would be free to keep its copy of them for everybody.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 namespace kvtool {
 
 constexpr int TILE = 32;      // tokens decoded at a time
+constexpr int TOGETHER = 32;  // tokens whose codes of a component lie together
 constexpr int MAX_DIM = 512;  // a tile of it is 64 KiB of stack
 
-enum class Type : int { FLOAT32, FLOAT16, BFLOAT16, CODES };
+enum class Type : int { FLOAT32, FLOAT16, BFLOAT16, CODES, COMPONENTS };
 
 // Neighbouring codes of b bits, least significant first, each row from a byte of its own.
 struct Stage {
@@ -21,7 +23,20 @@ struct Stage {
   const float* table;  // 2^bits values, repeated to at least 16; nullptr: the code itself
 };
 
-// x[s] = scale[s] R^T points[s] + centred[s] mean, or points step + zero.
+// Components that each have a number of bits of their own, in blocks of 32 tokens: in a block one after another, those of a head side by side.
+struct Components {
+  const uint8_t* codes;  // (blocks, bytes)
+  const uint8_t* end;    // of the memory that may be read
+  int64_t block;         // bytes of one
+  const int32_t* first;  // (H + 1): those of head h are first[h] to first[h + 1]
+  const int32_t* place;  // of each in a block, in bytes
+  const uint8_t* bits;   // of each
+  const int32_t* table;  // where the points of each start in `points`
+  const float* points;   // 2^bits values, repeated to at least 16
+};
+
+// x[s] = scale[s] R^T points[s] + centred[s] mean, or points step + zero, or of components y: basis^T y + mean, or with those of the keys
+// beside them, size R^T y + mix^T y of the keys + mean.
 struct Rows {
   Type type;
   int heads, count, dim;
@@ -38,6 +53,10 @@ struct Rows {
   const float* signs;    // (D): points are T diag(signs) x; or nullptr
   const float* hartley;  // (odd, odd), D = odd 2^k
   int odd;
+  Components components;
+  const float* basis;  // (n + H, D padded): the rows that components are for, and the means; or nullptr
+  Components sizes;    // one for each head
+  const float* mix;    // (components of the keys, H, D padded), or nullptr
 };
 
 // One call. The workspace is the bindings'; padded sizes are multiples of 16.
@@ -56,6 +75,8 @@ struct Problem {
   float* by_mean;     // (H, padded_rows)
   float* sums;        // (H, chunks, padded_rows, dim_v)
   float* states;      // (H, chunks, 3, padded_rows): maximum, sum, sum over rows with the mean
+  int span;           // of values with a mix: tokens taken together, a multiple of 32
+  float* shared;      // (chunks, H, R, components of the keys, padded)
   float* out;         // (H, R, D_v)
   float* lse;         // (H, R)
 };
@@ -69,6 +90,10 @@ struct Level {
   void (*attend)(const Problem&, int head, int chunk, float* scratch);  // scratch: padded_rows TILE
   void (*finish)(const Problem&, int head);
   void (*decode)(const Rows&, int head, int from, int count, float* out);  // rows before RoPE, (count, D)
+  // Of values with a mix: in place of `attend`, and after `finish`.
+  size_t (*attend_components_scratch)(const Problem&);  // floats
+  void (*attend_components)(const Problem&, int chunk, float* scratch);
+  void (*add_predicted)(const Problem&, int head);
 };
 
 extern const Level baseline;

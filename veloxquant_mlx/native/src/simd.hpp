@@ -33,6 +33,7 @@ typedef float VU __attribute__((vector_size(4 * W), aligned(4), may_alias));
 inline V load(const float* at) { return *reinterpret_cast<const VU*>(at); }
 inline void store(float* at, V x) { *reinterpret_cast<VU*>(at) = x; }
 inline V all(float x) { return V{} + x; }
+inline int padded(int size) { return (size + 15) / 16 * 16; }  // to whole vectors of every level
 
 inline float bfloat(uint16_t x) {
   uint32_t bits = uint32_t(x) << 16;

@@ -1,0 +1,180 @@
+// Stored rows, checked once; the arrays that they point into.
+#pragma once
+#include "bindings.hpp"
+
+namespace kvtool {
+
+// The arrays that a `Rows` points into live as long as it does.
+class Stored {
+ public:
+  Rows rows{};
+
+  Stored(int heads, int count, int dim) {
+    if (heads < 0 || count < 0 || dim < 1 || dim > MAX_DIM)
+      refuse("shape", "(H, S, D) with D at most " + std::to_string(MAX_DIM), "(" + std::to_string(heads) + ", " + std::to_string(count) + ", " + std::to_string(dim) + ")");
+    rows.heads = heads, rows.count = count, rows.dim = dim;
+  }
+
+  void floats(const Floats& data, bool bfloat) {
+    check("data", data, {rows.heads, rows.count, rows.dim});
+    const auto type = data.dtype();
+    const bool word = type == nb::dtype<uint16_t>(), real = type == nb::dtype<float>();
+    const bool half = type.code == uint8_t(nb::dlpack::dtype_code::Float) && type.bits == 16;
+    if (!(bfloat ? word : real || half) || (data.shape(2) > 1 && data.stride(2) != 1))
+      refuse("data", bfloat ? "uint16 of bfloat16, D contiguous" : "float16 or float32, D contiguous", std::to_string(type.bits) + " bits");
+    rows.type = bfloat ? Type::BFLOAT16 : real ? Type::FLOAT32 : Type::FLOAT16;
+    const int64_t size = type.bits / 8;
+    rows.data = static_cast<const uint8_t*>(data.data()), rows.head = data.stride(0) * size, rows.row = data.stride(1) * size;
+    data_ = data;
+  }
+
+  void codes(const Bytes& codes, int bits, const std::optional<std::vector<float>>& table) {
+    if (bits < 1 || bits > 8) refuse("bits", "1 to 8", std::to_string(bits));
+    if (rows.stages == 2) refuse("codes", "given for one or two stages", "a third");
+    check("codes", codes, {rows.heads, rows.count, (int64_t(rows.dim) * bits + 7) / 8});
+    if (codes.shape(2) > 1 && codes.stride(2) != 1) refuse("codes", "contiguous along the last axis", "stride " + std::to_string(codes.stride(2)));
+    Stage& stage = rows.stage[rows.stages];
+    const int64_t last = (rows.heads - 1) * codes.stride(0) + (rows.count - 1) * codes.stride(1) + int64_t(codes.shape(2));
+    if (codes.size() && (codes.stride(0) < 0 || codes.stride(1) < 0)) refuse("codes", "of ascending strides", "negative ones");
+    stage = {codes.data(), codes.data() + (codes.size() ? last : 0), codes.stride(0), codes.stride(1), bits, nullptr};
+    if (table) {
+      if (table->size() != size_t(1) << bits) refuse("table", std::to_string(1 << bits) + " values", std::to_string(table->size()));
+      std::vector<float>& values = tables_[rows.stages];
+      values.resize(std::max<size_t>(16, table->size()));
+      for (size_t i = 0; i < values.size(); i++) values[i] = (*table)[i % table->size()];
+      stage.table = values.data();
+    }
+    codes_[rows.stages++] = codes;
+    rows.type = Type::CODES;
+  }
+
+  void scale(const Words<2>& scale) {
+    check("scale", scale, {rows.heads, rows.count});
+    rows.scale = scale.data(), scale_ = scale;
+  }
+
+  void mean(const F32<2>& mean) {
+    check("mean", mean, {rows.heads, rows.dim});
+    rows.mean = mean.data(), mean_ = mean;
+  }
+
+  void affine(const Words<3>& step, const Words<3>& zero, int group, bool by_token) {
+    if (group < 1) refuse("group", "at least 1", std::to_string(group));
+    auto groups = [&](int64_t size) { return (size + group - 1) / group; };
+    const std::vector<int64_t> sides = by_token ? std::vector<int64_t>{rows.heads, rows.count, groups(rows.dim)}
+                                                : std::vector<int64_t>{rows.heads, groups(rows.count), rows.dim};
+    check("step", step, sides), check("zero", zero, sides);
+    rows.step = step.data(), rows.zero = zero.data(), rows.group = group, rows.by_token = by_token, step_ = step, zero_ = zero;
+  }
+
+  void rotation(const F32<1>& signs, const F32<2>& hartley) {
+    check("signs", signs, {rows.dim});
+    const int odd = int(hartley.shape(0)), power = odd ? rows.dim / odd : 0;
+    check("hartley", hartley, {odd, odd});
+    if (odd < 1 || odd * power != rows.dim || (power & (power - 1))) refuse("hartley", "(m, m) with D = m 2^k", shape(hartley));
+    rows.signs = signs.data(), rows.hartley = hartley.data(), rows.odd = odd, signs_ = signs, hartley_ = hartley;
+  }
+
+  // Codes of the components of each head, with the points of each component one after another.
+  void components(const Bytes& codes, const Bounds& first, const Words<1>& bits, const F32<1>& points) {
+    set(rows.components, component_, "components", codes, first, bits, points);
+    rows.type = Type::COMPONENTS;
+  }
+
+  // Scales of the rows of values, one component for each head.
+  void sizes(const Bytes& codes, const Bounds& first, const Words<1>& bits, const F32<1>& points) {
+    set(rows.sizes, size_, "sizes", codes, first, bits, points);
+    for (int h = 0; h <= rows.heads; h++)
+      if (first.data()[h] != h) refuse("sizes", "one for each head", std::to_string(first.data()[h]) + " before head " + std::to_string(h));
+  }
+
+  // The row of each component and then the mean of each head.
+  void basis(const F32<2>& basis) {
+    if (rows.type != Type::COMPONENTS) refuse("basis", "that of components", "none");
+    const int count = rows.components.first[rows.heads] + rows.heads, width = (rows.dim + 15) / 16 * 16;
+    check("basis", basis, {count, rows.dim});
+    for (int h = 0; h < rows.heads; h++)
+      if (rows.components.first[h + 1] - rows.components.first[h] > rows.dim)
+        refuse("components", "at most D for a head", std::to_string(rows.components.first[h + 1] - rows.components.first[h]));
+    basis_ = wide(basis.data(), count, rows.dim, width), rows.basis = basis_.data();
+  }
+
+  // What a component of the keys adds to the values of each head.
+  void mix(const F32<3>& mix) {
+    if (rows.type != Type::COMPONENTS) refuse("mix", "that of components", "none");
+    const int width = (rows.dim + 15) / 16 * 16;
+    check("mix", mix, {int64_t(mix.shape(0)), rows.heads, rows.dim});
+    for (int h = 0; h < rows.heads; h++)
+      if (rows.components.first[h + 1] - rows.components.first[h] != rows.dim)
+        refuse("components", "D for a head of values", std::to_string(rows.components.first[h + 1] - rows.components.first[h]));
+    mixed_ = int(mix.shape(0)), mix_ = wide(mix.data(), mixed_ * rows.heads, rows.dim, width), rows.mix = mix_.data();
+  }
+
+  // Components of the keys: those that values are predicted from, those that keys have.
+  int predicting() const { return rows.mix ? mixed_ : rows.basis ? rows.components.first[rows.heads] : -1; }
+
+  void check_complete() const {
+    if (rows.type == Type::COMPONENTS) {
+      if (!rows.basis == !rows.mix) refuse("components", "given a basis or a mix", rows.basis ? "both" : "none");
+      if (rows.mix && !rows.sizes.first) refuse("components", "given sizes beside a mix", "none");
+      return;
+    }
+    if (rows.type == Type::CODES ? !rows.stages : !rows.data && rows.count) refuse("rows", "given their codes or floats", "none");
+    if (rows.signs && !rows.scale) refuse("rotation", "that of rows with a scale", "no scale");
+    if (rows.mean && !rows.scale) refuse("mean", "that of rows with a scale", "no scale");
+  }
+
+  void check_span(const char* name, int from, int count) const {
+    if (from < 0 || count < 0 || from > rows.count - count)
+      refuse(name, "rows within " + std::to_string(rows.count), std::to_string(from) + " to " + std::to_string(int64_t(from) + count));
+  }
+
+ private:
+  Floats data_;
+  Bytes codes_[2];
+  std::vector<float> tables_[2];
+  Words<2> scale_;
+  Words<3> step_, zero_;
+  F32<2> mean_, hartley_;
+  F32<1> signs_;
+  struct Owned {
+    Bytes codes;
+    std::vector<int32_t> first, place, table;
+    std::vector<uint8_t> bits;
+    std::vector<float> points;
+  } component_, size_;
+  std::vector<float> basis_, mix_;
+  int mixed_ = 0;
+
+  static std::vector<float> wide(const float* from, int64_t count, int dim, int width) {
+    std::vector<float> to(size_t(count) * width + 1);  // never without memory
+    for (int64_t i = 0; i < count; i++) std::copy(from + i * dim, from + (i + 1) * dim, to.begin() + i * width);
+    return to;
+  }
+
+  void set(Components& to, Owned& own, const char* name, const Bytes& codes, const Bounds& first, const Words<1>& bits, const F32<1>& points) {
+    check("first", first, {rows.heads + 1});
+    const int* firsts = first.data();
+    const int count = firsts[rows.heads];
+    for (int h = 0; h < rows.heads; h++)
+      if (firsts[h] > firsts[h + 1] || firsts[0] != 0) refuse("first", "ascending from 0", std::to_string(firsts[h]));
+    check("bits", bits, {count});
+    int64_t place = 0, table = 0;
+    own.points.clear(), own.place.clear(), own.table.clear(), own.bits.clear();
+    for (int i = 0; i < count; i++) {
+      const int width = bits.data()[i], size = 1 << width;
+      if (width < 1 || width > 8) refuse("bits", "1 to 8", std::to_string(width));
+      if (table + size > int64_t(points.shape(0))) refuse("points", "2^bits for each component", std::to_string(points.shape(0)));
+      own.bits.push_back(uint8_t(width)), own.place.push_back(int32_t(place)), own.table.push_back(int32_t(own.points.size()));
+      for (int j = 0; j < std::max(size, 16); j++) own.points.push_back(points.data()[table + j % size]);
+      place += width * TOGETHER / 8, table += size;
+    }
+    if (table != int64_t(points.shape(0))) refuse("points", std::to_string(table) + " of all components", std::to_string(points.shape(0)));
+    check(name, codes, {1, (rows.count + TOGETHER - 1) / TOGETHER, place});
+    if (codes.size() && (codes.stride(2) != 1 || codes.stride(1) != place)) refuse(name, "contiguous", "strides");
+    own.codes = codes, own.first.assign(firsts, firsts + rows.heads + 1);
+    to = {codes.data(), codes.data() + codes.size(), place, own.first.data(), own.place.data(), own.bits.data(), own.table.data(), own.points.data()};
+  }
+};
+
+}  // namespace kvtool
