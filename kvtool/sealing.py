@@ -39,8 +39,9 @@ def seal(report: EvalReport, model: ModelInfo) -> dict[str, Any]:
         "prefix": report.prefix,
         "n": report.n,
         "arms": {arm.arm: _figures(arm) for arm in report.arms},
-        "note": _note(report),
+        "seconds": seconds_of(report),
     }
+    entry["note"] = _note(report, entry["seconds"])
     with open_container(report.path) as reader:
         manifest = reader.manifest
         plans = [
@@ -51,6 +52,20 @@ def seal(report: EvalReport, model: ModelInfo) -> dict[str, Any]:
         kept = tuple(step for step in manifest.quality if not _same(step, entry))
         write_container(report.path, replace(manifest, quality=(*kept, entry)), plans)
     return entry
+
+
+def seconds_of(report: EvalReport) -> dict[str, float]:
+    """Seconds to have the cache: `prefill` of the receiver's own, and `transfer`, with its parts.
+
+    The parts are `load` of this file and, where it was handed over from another model, `recode`: what that took when it was written
+    (opening file and map, mapping, recomputing), which its record says.
+    """
+    found = {"prefill": report.arm("own").seconds, "load": report.arm("transferred").seconds}
+    handed = [step.get("seconds") for step in report.quality if step.get("step") == "transfer"]
+    last = _object(handed[-1]) if handed else {}
+    found["recode"] = sum(float(value) for value in last.values() if isinstance(value, int | float) and not isinstance(value, bool))
+    found["transfer"] = found["load"] + found["recode"]
+    return {name: float(f"{value:.5g}") for name, value in found.items()}
 
 
 def parse_limits(text: str) -> dict[str, float]:
@@ -117,6 +132,7 @@ def _figures(arm: ArmResult) -> dict[str, float]:
     return {name: float(f"{value:.5g}") for name, value in figures.items()}
 
 
-def _note(report: EvalReport) -> str:
+def _note(report: EvalReport, seconds: Mapping[str, float]) -> str:
     words = [f"{arm.arm} KL {arm.kl:.4g}, top-1 {arm.top1:.3f}" for arm in report.arms if arm.arm != "own"]
-    return f"{report.n} positions in {report.model}: {'; '.join(words)}"
+    took = f"own prefill {seconds['prefill']:.3g} s, transfer {seconds['transfer']:.3g} s"
+    return f"{report.n} positions in {report.model}: {'; '.join(words)}; {took}"

@@ -12,11 +12,12 @@ import kvtool
 from formats.container import open_container
 from formats.errors import QualityError
 from kvtool import tiny
+from kvtool.bridges.bridging import recode_across
 from kvtool.cli import run
 from kvtool.evaluation import EvalReport, evaluate
-from kvtool.model import LoadedModel
+from kvtool.model import LoadedModel, load_model
 from kvtool.recoding import recode
-from kvtool.sealing import parse_limits, require, seal
+from kvtool.sealing import parse_limits, require, seal, seconds_of
 from tests.library import f64
 
 
@@ -158,3 +159,29 @@ def test_figures_against_float64(file: Path, tiny_a: LoadedModel) -> None:
     arm = report.arm("transferred")
     assert arm.kl == pytest.approx(np.mean(np.sum(p * np.log(p / q), -1)), rel=1e-3, abs=1e-7)
     assert arm.nll == pytest.approx(-np.mean(np.log(q[np.arange(16), ids[1:17]])), rel=1e-4)
+
+
+def test_a_seal_says_the_seconds_of_prefill_and_transfer(file: Path, tiny_a: LoadedModel, tmp_path: Path) -> None:
+    """Of a file handed over from another model the transfer is what writing it took, by its record, and loading it."""
+    tiny_b = load_model("tiny-b")
+    entry = seal(scored(file, tiny_a), tiny_a.info)
+    assert entry["seconds"]["recode"] == 0 and entry["seconds"]["transfer"] == entry["seconds"]["load"] > 0
+    recode_across(file, tmp_path / "b.kv", tiny_b, recompute="first=4,newest=10%")
+    report = scored(tmp_path / "b.kv", tiny_b)
+    entry = seal(report, tiny_b.info)
+    with open_container(tmp_path / "b.kv") as reader:
+        took = next(step for step in reader.manifest.quality if step["step"] == "transfer")["seconds"]
+        assert reader.manifest.quality[-1] == entry
+    assert set(took) == {"load", "map", "recompute"} and min(took.values()) > 0
+    seconds = entry["seconds"]
+    assert seconds["prefill"] > 0 and seconds["prefill"] == pytest.approx(report.arm("own").seconds, rel=1e-4)
+    assert seconds["recode"] == pytest.approx(sum(took.values()), rel=1e-4)
+    assert seconds["transfer"] == pytest.approx(seconds["load"] + seconds["recode"], rel=1e-4)
+    assert f"own prefill {seconds['prefill']:.3g} s, transfer {seconds['transfer']:.3g} s" in entry["note"]
+
+
+def test_a_record_of_seconds_that_lies_is_not_summed(file: Path, tiny_a: LoadedModel) -> None:
+    report = scored(file, tiny_a)
+    for seconds in (None, 3, {"load": "x", "map": True}):
+        step = {"step": "transfer", "seconds": seconds}
+        assert seconds_of(replace(report, quality=(step,)))["recode"] == 0

@@ -2,13 +2,16 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from formats.profile import Row, read_profile
 from formats.transfer_map import MapFile, read_map
 from kvtool.archive import Restored, SaveReport, save
 from kvtool.archive import open as open_archive
+from kvtool.bridges.profiling import choose
 from kvtool.bridges.recompute import Recompute
 from kvtool.bridges.transferring import source_of, transfer
 from kvtool.calibrations import Calibration, is_calibrated
@@ -34,6 +37,8 @@ def transferred(
 ) -> tuple[Snapshot, str | None]:
     """A file's cache as `model`'s, decoded, and the spec of the codec that the file was encoded with, None where it does not say.
 
+    The history's last step has the seconds that it took: `load` (opening file and map), `map` (decoding, mapping, rotating), `recompute`.
+
     Args:
         source: a kvtool file of another model of the same tokenizer.
         model: the model that will go on.
@@ -48,13 +53,33 @@ def transferred(
     """
     if mapping is None and recompute is None:
         raise ValueError("[transfer] give a map, what to recompute, or both; kvtool recode --to-model alone rotates the keys.")
+    begun = time.perf_counter()
     with open_archive(source, calibration=calibration) as archive:
         archive.check_tokens(model)
         plan = Recompute.parse(recompute, archive.length) if isinstance(recompute, str) else recompute
         chosen = mapping if isinstance(mapping, MapFile) or mapping is None else read_map(mapping)[0]
         steps = [step["codec"] for step in archive.manifest.quality if isinstance(step.get("codec"), str)]
+        opened = time.perf_counter()
         snapshot = transfer(source_of(archive), model, mapping=chosen, recompute=plan, progress=progress)
+    step = snapshot.history[-1]
+    step["seconds"] = {"load": round(opened - begun, 4), **step["seconds"]}
     return snapshot, next((spec for spec in reversed(steps) if spec != "as stored"), None)
+
+
+def planned(
+    source: str | os.PathLike[str],
+    model: LoadedModel,
+    profile: str | os.PathLike[str],
+    *,
+    mapping: str | os.PathLike[str] | None = None,
+    share: float | None = None,
+    kl: float | None = None,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
+) -> tuple[Row, float]:
+    """What to recompute of a file, by a profile of the pair: the row, and its share for this file. Arguments and errors as `choose`."""
+    with open_archive(source, calibration=calibration) as archive:
+        digest = None if mapping is None else read_map(mapping)[1]
+        return choose(read_profile(profile)[0], source_of(archive), model, mapping=digest, share=share, kl=kl)
 
 
 def recode_across(

@@ -126,7 +126,7 @@ def run_chosen(
     Raises:
         IncompatibleError: tokens of this model cannot be run apart from their neighbours.
     """
-    _check_scattered(model)
+    check_scattered(model)
     if first:
         check_stream(model)
     return _run_chosen(model, tokens, states, sorted(chosen), first, given)
@@ -212,7 +212,7 @@ def _joined(rows: mx.array) -> mx.array:
     return mx.swapaxes(rows[:, :, 0], 0, 1)
 
 
-def _check_scattered(model: LoadedModel) -> None:
+def check_scattered(model: LoadedModel) -> None:
     """Refuse a model that does not compute tokens the same apart from their neighbours: by its family, and by trying four tokens."""
     for i, layer in enumerate(families.layers(model.model)):
         if layer.attention != "codes":

@@ -31,6 +31,7 @@ COMMANDS = {
     "lm-server": "kvtool.cli.lm_server",
     "recode": "kvtool.cli.recode",
     "fit": "kvtool.cli.fit",
+    "profile": "kvtool.cli.profile",
     "join": "kvtool.cli.join",
     "store": "kvtool.cli.store",
     "inspect": "kvtool.cli.inspect",

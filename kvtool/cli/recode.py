@@ -27,6 +27,14 @@ from kvtool.cli._common import (
 @click.option("--to-model", metavar="M", help="Rotate for this model's live RoPE and make the file its own.")
 @map_option
 @recompute_option
+@click.option(
+    "--profile",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="PROFILE",
+    help="Choose what to recompute by this file of `kvtool profile`, with --share or --kl.",
+)
+@click.option("--share", metavar="P%", help="With --profile: the best plan that takes at most P per cent of a prefill.")
+@click.option("--kl", type=click.FloatRange(0), metavar="X", help="With --profile: the cheapest plan that measured at most X nats a token.")
 @click.option("--rope-theta", type=click.FloatRange(0, min_open=True), metavar="X", help="Rotate to this RoPE base instead.")
 @click.option("--shift", type=int, default=0, metavar="N", help="Move every position by N.")
 @click.option("--codec", metavar="SPEC", help="Encode again with this codec; without it each tensor keeps its own.")
@@ -46,6 +54,9 @@ def command(
     to_model: str | None,
     mapping: str | None,
     recompute: str | None,
+    profile: str | None,
+    share: str | None,
+    kl: float | None,
     rope_theta: float | None,
     shift: int,
     codec: str | None,
@@ -67,20 +78,32 @@ def command(
       kvtool recode report.kv -o report.kv --codec rvq-2+2
       kvtool recode report.kv -o later.kv --rope-theta 500000 --shift 128
       kvtool recode report.kv -o report-b.kv --to-model tiny-b --map a-to-b.safetensors --recompute first=4,newest=15%
+      kvtool recode report.kv -o report-b.kv --to-model tiny-b --profile a-to-b.profile --share 20%
     """
     check_target(output)
-    across = mapping is not None or recompute is not None
+    across = mapping is not None or recompute is not None or profile is not None
     if across and to_model is None:
-        raise click.UsageError("--map and --recompute need --to-model")
+        raise click.UsageError("--map, --recompute and --profile need --to-model")
     if across and (rope_theta is not None or shift):
-        raise click.UsageError("--map and --recompute go without --rope-theta and --shift")
+        raise click.UsageError("--map, --recompute and --profile go without --rope-theta and --shift")
+    if (profile is not None) != (share is not None or kl is not None) or (share is not None and kl is not None):
+        raise click.UsageError("--profile goes with --share or --kl, one of them")
+    if profile is not None and recompute is not None:
+        raise click.UsageError("give one of --profile and --recompute")
+    most = None if share is None else _fraction(share)
 
-    from kvtool.bridges.bridging import recode_across
+    from kvtool.bridges.bridging import planned, recode_across
     from kvtool.model import load_model
     from kvtool.recoding import recode
 
     target = None if to_model is None else load_model(to_model, dtype=dtype)
     choice: dict[str, Any] = {"codec": codec, "sink": sink, "recent": recent, "frame": frame, "calibration": calibration}
+    if profile is not None:
+        assert target is not None
+        row, part = planned(source, target, profile, mapping=mapping, share=most, kl=kl, calibration=calibration)
+        recompute = row.plan or None
+        note(f"{row.plan or 'nothing recomputed'}: {part:.1%} of a prefill; the profile's texts gave KL {row.kl:.4g}, top-1 {row.top1:.3f}")
+        across = mapping is not None or recompute is not None
     with bar("writing", quiet=as_json) as progress:
         if across:
             assert target is not None
@@ -96,3 +119,14 @@ def command(
     if partly:
         lines += f", {len(partly)} copied but for their exact rows, which were rotated"
     emit(as_json, asdict(report), save_lines(report) if across else f"{save_lines(report)}\n{lines}")
+
+
+def _fraction(text: str) -> float:
+    """Of "20%"."""
+    try:
+        per_cent = float(text.removesuffix("%"))
+    except ValueError:
+        per_cent = -1.0
+    if not text.endswith("%") or not 0 <= per_cent <= 100:
+        raise click.UsageError(f"--share must be per cent of a prefill, such as 20%, but is {text!r}")
+    return per_cent / 100
