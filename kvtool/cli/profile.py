@@ -46,8 +46,8 @@ def command(
 
     \b
     Example:
-      kvtool profile tiny-a tiny-b --text report.txt --prefix 256 -o a-to-b.profile
-      kvtool recode report.kv -o report-b.kv --to-model tiny-b --profile a-to-b.profile --share 20%
+      kvtool profile tiny-a tiny-b --text report.txt --prefix 256 -o a-to-b-profile.safetensors
+      kvtool recode report.kv -o report-b.kv --to-model tiny-b --profile a-to-b-profile.safetensors --share 20%
     """
     check_target(output)
     texts = named_texts(files)

@@ -78,7 +78,7 @@ def command(
       kvtool recode report.kv -o report.kv --codec rvq-2+2
       kvtool recode report.kv -o later.kv --rope-theta 500000 --shift 128
       kvtool recode report.kv -o report-b.kv --to-model tiny-b --map a-to-b.safetensors --recompute first=4,newest=15%
-      kvtool recode report.kv -o report-b.kv --to-model tiny-b --profile a-to-b.profile --share 20%
+      kvtool recode report.kv -o report-b.kv --to-model tiny-b --profile a-to-b-profile.safetensors --share 20%
     """
     check_target(output)
     across = mapping is not None or recompute is not None or profile is not None
