@@ -1,7 +1,8 @@
-"""Time of attention to one layer's codes, and of encoding, by the native back end: a query a head, H_q 32, H_kv 8, D 128.
+"""Time of attention to one layer's codes, of encoding, of decoding and RoPE, by the native back end: H_q 32, H_kv 8, D 128, a query a head.
 
     KVTOOL_THREADS=1 KVTOOL_SIMD=avx2 python -m tests.measure_native [S]
     python -m tests.measure_native encode [S]
+    python -m tests.measure_native decode [S]
 
 Prints the bytes of codes, and the least and the median process CPU time and wall time of 15 calls, in milliseconds. A few rows are coded
 and repeated: what they say does not matter to the time. Beside them raw float16 rows, the same kernel without codes.
@@ -10,6 +11,7 @@ and repeated: what they say does not matter to the time. Beside them raw float16
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +21,7 @@ from veloxquant_mlx.caches.blocks import Block, CodedRows
 from veloxquant_mlx.caches.coded import Growth
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import parse_codec
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
 HEADS, GROUPS, DIM, CODED, CALLS = 8, 4, 128, 1024, 15
 ROPE = RopeSpec("default", DIM, base=1e6)
@@ -79,7 +81,42 @@ def encode(rows: int) -> None:
         )
 
 
+def decode(rows: int) -> None:
+    """Codes to float16, and float16 keys from one RoPE to another, both to memory of their own; beside copies of as many bytes."""
+    x = mx.array(np.random.default_rng(0).standard_normal((HEADS, rows, DIM)).astype(np.float16))
+    mx.eval(x)
+    source, copy = np.array(x, copy=False), np.zeros(x.shape, np.float16)
+    print(f"decode, {rows} rows, {x.nbytes / 1e6:.1f} MB, {native.level()}, threads {native.threads()}, load {os.getloadavg()[0]:.1f}")
+
+    def timed(name: str, run: Callable[[], object], copied: float | None = None) -> float:
+        run()
+        cpu, wall = [], []
+        for _ in range(CALLS):
+            starts = time.process_time(), time.perf_counter()
+            run()
+            cpu.append(time.process_time() - starts[0])
+            wall.append(time.perf_counter() - starts[1])
+        best, middle = (x.nbytes / 1e9 / t for t in (min(wall), sorted(wall)[CALLS // 2]))
+        share = f"{best / (best if copied is None else copied):4.0%} of copying; least cpu {1e3 * min(cpu):5.1f} ms"
+        print(f"{name:24} best {best:5.2f}, median {middle:5.2f} GB/s written, {share}", flush=True)
+        return best
+
+    copied = timed("copy", lambda: np.copyto(copy, source))
+    for spec in ("rvq-4", "rvq-2+2", "rvq-2", "rabitq", "rabitq-4", "affine-4", "rvq-8"):
+        codec = parse_codec(spec).k
+        parts = codec.encode(x)
+        timed(spec, lambda codec=codec, parts=parts: mx.eval(codec.decode(parts, x.shape, mx.float16)), copied)
+    at, other = np.arange(rows), RopeSpec("default", DIM, base=1e4)
+    for name, target, to, method in (
+        ("RoPE undone", None, at, "mlx"),
+        ("RoPE to another", other, at, "mlx"),
+        ("RoPE to another, exact", other, at, "exact"),
+        ("RoPE moved on, exact", ROPE, at + 100, "exact"),
+    ):
+        timed(name, lambda target=target, to=to, how=method: mx.eval(rotate(x, at, ROPE, target, target_positions=to, method=how)), copied)
+
+
 if __name__ == "__main__":
     given = sys.argv[1:]
-    run = encode if given[:1] == ["encode"] else main
+    run = {"encode": encode, "decode": decode}.get(given[0] if given else "", main)
     run(int(given[-1]) if given and given[-1].isdigit() else 32768)

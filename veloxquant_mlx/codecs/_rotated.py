@@ -35,7 +35,7 @@ from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, LARGEST, SMALLEST, 
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs._rotation import factors, rotate, unrotate
-from veloxquant_mlx.native import encoding
+from veloxquant_mlx.native import converting, encoding
 
 ScaleKind = Literal["norm", "ls", "unbiased"]
 
@@ -129,6 +129,8 @@ class RotatedCodec(Codec):
         return self._encode_native(x) or encode_centred(self, x, self.center, self._encode_block)
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+        if converting.in_use(shape[2]):
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         out = mx.zeros(shape, dtype)
         for tokens in token_blocks(shape):

@@ -51,7 +51,7 @@ from veloxquant_mlx.codecs._base import (
 )
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
-from veloxquant_mlx.native import encoding
+from veloxquant_mlx.native import converting, encoding
 
 Per = Literal["channel", "token"]
 DEFAULT_GROUP = 32
@@ -148,6 +148,8 @@ class Affine(Codec):
         return parts
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+        if converting.in_use(shape[2]):
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         out = mx.zeros(shape, dtype)
         for tokens in token_blocks(shape, self.tokens_together):

@@ -41,6 +41,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx.native import converting
+
 PAIRINGS = ("half", "interleaved")
 METHODS = ("exact", "mlx")
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
@@ -303,6 +305,8 @@ def rotate(
     ratio = (target.magnitude if target else 1.0) / (source.magnitude if source else 1.0)
     if ratio == 1.0 and _unmoved(at, to, source, target):
         return _reordered(keys, source, target)
+    if converting.in_use(size):
+        return _native_rows(keys, at, to, source, target, ratio, method)
     rotate_block = _exact_block if method == "exact" else _mlx_block
     blocks = [rotate_block(keys[..., a:b, :], at[a:b], to[a:b], source, target, ratio) for a, b in _row_blocks(keys)]
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=-2)
@@ -358,6 +362,39 @@ def _row_blocks(keys: mx.array) -> Iterator[tuple[int, int]]:
 
 def _angles(positions: np.ndarray, spec: RopeSpec | None) -> np.ndarray | float:
     return 0.0 if spec is None else np.multiply.outer(positions.astype(np.float64), np.array(spec.frequencies))
+
+
+def _native_rows(
+    keys: mx.array, at: np.ndarray, to: np.ndarray, source: RopeSpec | None, target: RopeSpec | None, ratio: float, method: str
+) -> mx.array:
+    """All rows in one pass, by the same angles as `_exact_block` and `_mlx_block`."""
+    spec = source or target
+    assert spec is not None
+    paired = ((source or spec).pairing == "interleaved", (target or spec).pairing == "interleaved")
+    if method == "mlx":
+        undo, redo = (None if s is None else angle_tables(s, p) for s, p in ((source, at), (target, to)))
+        return converting.turned(keys, spec.first, spec.dims, paired, undo, redo, ratio=ratio)
+    ours, theirs = (np.zeros(spec.dims // 2) if s is None else np.array(s.frequencies) for s in (source, target))
+    if at is to or np.array_equal(at, to):
+        turns = [(to, theirs - ours)]
+    else:
+        turns = [(to, theirs), (at, ours)]
+    phases = tuple(converting.phases(positions, frequencies) for positions, frequencies in turns)
+    return converting.turned(keys, spec.first, spec.dims, paired, phases=phases, ratio=ratio)
+
+
+def angle_tables(spec: RopeSpec, positions: np.ndarray) -> tuple[list[mx.array], int]:
+    """Cosines and sines of each pair's angle at non-empty positions, those of `mx.fast.rope`, without the magnitude.
+
+    Returns:
+        Pages (n, dims) float32 of as many rows each, and the row of the first that belongs to the first position.
+    """
+    spec, start, stop = replace(spec, pairing="half", first=0, magnitude=1.0), int(positions[0]), int(positions[0]) + len(positions)
+    if np.array_equal(positions, np.arange(start, stop)):
+        # Pages are kept; the whole, which may be long, is not.
+        return [_page(spec, number) for number in range(start // PAGE, (stop - 1) // PAGE + 1)], start % PAGE
+    ones, zeros = (mx.full((len(positions), spec.dims // 2), value) for value in (1.0, 0.0))
+    return [mlx_rope(mx.concatenate([ones, zeros], axis=-1), positions, spec)], 0
 
 
 def _exact_block(

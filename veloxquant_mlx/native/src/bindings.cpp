@@ -1,5 +1,6 @@
 // The module: the SIMD level and the threads in use, and what the other files bind.
 #include <pthread.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -70,6 +71,15 @@ void set_threads(int threads) {
 
 }  // namespace
 
+void expect_writes(void* data, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t large = 1 << 21;
+  const uintptr_t begin = (uintptr_t(data) + large - 1) / large * large, end = (uintptr_t(data) + bytes) / large * large;
+  // A hint: where the system has no large pages, or none left, nothing changes.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 WithoutGil::WithoutGil() {
   const bool late = ending && std::this_thread::get_id() != last;
   if (!late) within++;
@@ -101,6 +111,7 @@ NB_MODULE(_native, m) {
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&wait_for_those_within));
   bind_attend(m);
   bind_encode(m);
+  bind_convert(m);
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Level* one : levels()) names.emplace_back(one->name);

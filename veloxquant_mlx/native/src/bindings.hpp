@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -59,6 +60,38 @@ Array owned(float* data, std::initializer_list<size_t> sizes) {
   return Array(data, sizes, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<float*>(p); }));
 }
 
+// Tables of cosines and sines as they come from Python: pages of as many rows each, and the row of the first page to begin at.
+using Tables = std::pair<std::vector<F32<2>>, int>;
+
+// Tables, checked once.
+class AngleTables {
+ public:
+  // Of `count` rows, of which RoPE turns entries rope_first to rope_first + dims, of dim.
+  AngleTables(const std::optional<Tables>& tables, int count, int rope_first, int dim) {
+    if (!tables) return;
+    const auto& [pages, first] = *tables;
+    if (pages.empty()) refuse("angles", "of at least one page", "none");
+    const int64_t each = int64_t(pages[0].shape(0)), dims = int64_t(pages[0].shape(1));
+    for (const auto& page : pages) check("angles", page, {each, dims}), pages_.push_back(page.data());
+    const int64_t rows = each * int64_t(pages.size());
+    if (each < 1 || first < 0 || first + int64_t(count) > rows || rows > INT32_MAX)
+      refuse("angles", "rows within " + std::to_string(rows), std::to_string(first) + " to " + std::to_string(int64_t(first) + count));
+    if (dims % 2 || rope_first < 0 || dims > dim || rope_first > dim - dims)
+      refuse("angles", "of entries within D = " + std::to_string(dim), std::to_string(rope_first) + " to " + std::to_string(rope_first + dims));
+    view = {pages_.data(), int(each), first, int(dims) / 2};
+  }
+  AngleTables(const AngleTables&) = delete;
+  AngleTables& operator=(const AngleTables&) = delete;
+
+  Angles view{};
+
+ private:
+  std::vector<const float*> pages_;
+};
+
+// Large memory that is about to be written whole may come in large pages: a fault for each 4 KiB takes longer than what is written.
+void expect_writes(void* data, size_t bytes);
+
 // The GIL is another's within. A thread that takes it back from an interpreter that ends is unwound through frames that must not be, which
 // aborts the process: so the end waits for those within, and whoever comes later stays here.
 class WithoutGil {
@@ -77,5 +110,6 @@ std::shared_ptr<Pool> the_pool();
 
 void bind_attend(nb::module_& m);
 void bind_encode(nb::module_& m);
+void bind_convert(nb::module_& m);
 
 }  // namespace kvtool

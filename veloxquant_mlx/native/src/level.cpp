@@ -18,6 +18,10 @@ size_t attend_components_scratch(const Problem& p);
 void attend_components(const Problem& p, int chunk, float* scratch);
 void add_predicted(const Problem& p, int head);
 
+// In convert.cpp.
+void decode_as(const Decoding&, int head, int start, int stop);
+void turn(const Turning&, int start, int stop);
+
 namespace {
 
 // Points of keys before RoPE to rows as cached.
@@ -171,6 +175,7 @@ void decode(const Rows& rows, int head, int from, int count, float* out) {
 extern const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL);
 const Level KVTOOL_LEVEL = {
     KVTOOL_NAME(KVTOOL_LEVEL), &KVTOOL_ENCODER(KVTOOL_LEVEL), KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend, KVTOOL_INSIDE::finish,
-    KVTOOL_INSIDE::decode, KVTOOL_INSIDE::attend_components_scratch, KVTOOL_INSIDE::attend_components, KVTOOL_INSIDE::add_predicted};
+    KVTOOL_INSIDE::decode, KVTOOL_INSIDE::attend_components_scratch, KVTOOL_INSIDE::attend_components, KVTOOL_INSIDE::add_predicted,
+    KVTOOL_INSIDE::decode_as, KVTOOL_INSIDE::turn};
 
 }  // namespace kvtool

@@ -83,6 +83,44 @@ struct Problem {
 
 struct Encoder;
 
+// Cosines and sines of rows that follow each other: row t is (first + t) % each of page (first + t) / each.
+struct Angles {
+  const float* const* pages;  // (each, 2 half): cosines, then sines; or nullptr
+  int each, first, half;
+};
+
+// Rows before RoPE to rows of a cache, (H, count, D) contiguous.
+struct Decoding {
+  Rows rows;
+  int from, count;
+  Type type;  // of the result; FLOAT16 is clipped to its finite numbers
+  uint8_t* out;
+  Angles angles;  // or none
+  int rope_first;
+  bool interleaved;  // rotated entries are stored half-split, and come out in pairs
+};
+
+// e^(i angle) of positions 64 index + low: hi of the index, times lo of the rest. Conjugate for the rotation that is undone.
+struct Phases {
+  const double* hi;  // (., 2 half) cosines, then sines; or nullptr
+  const double* lo;  // (64, 2 half)
+  const int32_t* index;
+  const int32_t* low;
+};
+
+// Rows (H, S, D) of one type, turned in pairs of entries; the other entries are copied. The angles of a row are the same for all heads.
+struct Turning {
+  Type type;
+  int heads, count, dim, first, half;
+  const uint8_t* x;
+  int64_t head, row;  // strides in bytes
+  uint8_t* out;       // contiguous
+  bool paired_in, paired_out;  // interleaved entries
+  Angles undo, redo;           // or none
+  Phases phases[2];
+  float ratio;  // of magnitudes
+};
+
 struct Level {
   const char* name;
   const Encoder* encoder;
@@ -94,6 +132,8 @@ struct Level {
   size_t (*attend_components_scratch)(const Problem&);  // floats
   void (*attend_components)(const Problem&, int chunk, float* scratch);
   void (*add_predicted)(const Problem&, int head);
+  void (*decode_as)(const Decoding&, int head, int start, int stop);
+  void (*turn)(const Turning&, int start, int stop);  // of all heads, at most TILE tokens
 };
 
 extern const Level baseline;
