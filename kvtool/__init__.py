@@ -36,6 +36,7 @@ _HOME = {
     "Store": "kvtool.store.store",
     "recode": "kvtool.recoding",
     "fit": "kvtool.bridges.fitting",
+    "profile": "kvtool.bridges.profiling",
     "recode_across": "kvtool.bridges.bridging",
     "load_across": "kvtool.bridges.bridging",
     "evaluate": "kvtool.evaluation",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from kvtool.bridges.bridging import load_across as load_across
     from kvtool.bridges.bridging import recode_across as recode_across
     from kvtool.bridges.fitting import fit as fit
+    from kvtool.bridges.profiling import profile as profile
     from kvtool.calibrating import calibrate as calibrate
     from kvtool.calibrations import Calibration as Calibration
     from kvtool.capturing import Snapshot as Snapshot

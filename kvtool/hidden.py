@@ -20,6 +20,7 @@ from kvtool.probe import PROBE_IDS
 
 Run = Callable[[mx.array], mx.array]
 Call = Callable[[int, Run, mx.array], mx.array]
+_HINT = "recompute tokens (first=N,newest=P%) instead of layers"
 
 
 @contextmanager
@@ -42,9 +43,6 @@ def _stand_in(cls: type, index: int, call: Call) -> type:
         return call(index, lambda x: cls.__call__(self, x, *args[1:], **kwargs), args[0])
 
     return type(cls.__name__, (cls,), {"__call__": stand_in, "__module__": cls.__module__})
-
-
-_HINT = "recompute tokens (first=N,newest=P%) instead of layers"
 
 
 def check_stream(model: LoadedModel) -> None:

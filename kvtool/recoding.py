@@ -119,7 +119,12 @@ def recode(
             progress=progress,
         )
         cache_bytes, values = live_sizes(manifest.layers)
-        return replace(report, codec="as stored" if plan is None else report.codec, cache_bytes=cache_bytes, fp16_bytes=2 * values)
+        notes = report.notes
+        if len(inputs) < len(manifest.layer_inputs):
+            layers_of = ", ".join(str(given.layer) for given in manifest.layer_inputs)
+            notes = (*notes, f"what entered layers {layers_of} of {manifest.model.name} is left out: it is not {model.name}'s")
+        spec = "as stored" if plan is None else report.codec
+        return replace(report, codec=spec, cache_bytes=cache_bytes, fp16_bytes=2 * values, notes=notes)
 
 
 def check_recode(archive: Archive, model: LoadedModel) -> None:

@@ -110,7 +110,8 @@ def test_recodes_carry_it_or_drop_it(file: Path, tiny_b: LoadedModel, tmp_path: 
     for name in ("b.kv", "c.kv"):
         assert all(np.array_equal(a, inputs_of(file)[layer]) for layer, a in inputs_of(tmp_path / name).items())
         assert len(inputs_of(tmp_path / name)) == 2
-    recode(file, tmp_path / "d.kv", to_model=tiny_b)
+    report = recode(file, tmp_path / "d.kv", to_model=tiny_b)
+    assert report.notes == ("what entered layers 1, 2 of tiny-a is left out: it is not tiny-b's",)
     assert not inputs_of(tmp_path / "d.kv")
 
 

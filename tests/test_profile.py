@@ -108,6 +108,11 @@ def test_wrong_arguments(changes: dict[str, Any], words: str, tiny_a: LoadedMode
         profile(tiny_a, tiny_b, given.pop("texts"), **given)
 
 
+def test_unlike_shapes_are_refused(tiny_b: LoadedModel) -> None:
+    with pytest.raises(IncompatibleError, match=r"has 2 layers of .*, tiny-b 4 of"):
+        profile(random_model("llama"), tiny_b, texts())
+
+
 # --- the file
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from formats.errors import IncompatibleError
 from kvtool.bridges import recompute, running
+from kvtool.bridges.pairs import check_layers_of
 from kvtool.bridges.recompute import Recompute, deviation, recomputed
 from kvtool.bridges.running import full_state, run_chosen, run_span
 from kvtool.bridges.transferring import source_of_snapshot, transfer
@@ -19,7 +20,9 @@ from kvtool.hidden import check_stream, inputs_taken, layers_replaced
 from kvtool.model import LoadedModel
 from kvtool.snapshot import build_caches, take_states
 from kvtool.states import CacheState
-from tests.library import ids, tiny
+from tests import tiny_random
+from tests.library import ids, loaded, tiny
+from veloxquant_mlx.caches.families import family
 
 LENGTH = 40
 FAMILIES = ("llama", "llama-traditional", "llama-llama3", "qwen3", "glm4")
@@ -51,11 +54,11 @@ def assert_same(ours: Sequence[CacheState], theirs: Sequence[CacheState], layers
                 assert np.allclose(np.array(x), np.array(y), atol=2e-5 * np.abs(np.array(y)).max()), i
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("step", [2048, 16])
-def test_a_block_on_the_models_own_inputs_is_its_prefill(family: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_on_the_models_own_inputs_is_its_prefill(name: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "PREFILL_STEP", step)
-    model = tiny(family)
+    model = tiny(name)
     own, inputs = prefilled(model)
     other = noisy(own, range(LENGTH))
     for first, last in ((0, 1), (1, 2)):
@@ -66,7 +69,7 @@ def test_a_block_on_the_models_own_inputs_is_its_prefill(family: str, step: int,
         assert left is not None and left.shape == inputs[first].shape
         if last in inputs:
             assert np.allclose(np.array(left), np.array(inputs[last]), atol=1e-5)
-    assert type(model.model.layers[0]).__name__ == "TransformerBlock" or family == "glm4"
+    assert type(model.model.layers[0]).__name__ == "TransformerBlock" or name == "glm4"
 
 
 def test_what_enters_the_first_layer_is_the_embedding() -> None:
@@ -98,11 +101,11 @@ def one_by_one(model: LoadedModel, states: Sequence[CacheState], chosen: Sequenc
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("batch", [256, 3])
-def test_chosen_tokens_are_computed_as_one_by_one(family: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_tokens_are_computed_as_one_by_one(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "BATCH", batch)
-    model = tiny(family)
+    model = tiny(name)
     handed = noisy(prefilled(model)[0], range(LENGTH))
     chosen = [0, 2, 3, 17, 18, 30, LENGTH - 1]
     assert_same(run_chosen(model, ids(LENGTH), handed, chosen), one_by_one(model, handed, chosen))
@@ -172,6 +175,33 @@ def test_models_without_a_plain_stream_are_refused(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(kind, "__call__", forward)
         with pytest.raises(IncompatibleError, match=words):
             check_stream(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tiny_random.model_files())
+def test_every_model_file_runs_parts_rightly_or_says_why_not(name: str) -> None:
+    """Of all files of mlx-lm with full-attention layers: a block and chosen tokens as in the prefill, or refused by name."""
+    if name == "muse_spark" or family(name)[0] == "refused":
+        pytest.skip("mlx-lm cannot run it here")
+    model = loaded(tiny_random.build_file(name), name)
+    try:
+        check_layers_of(model)
+    except IncompatibleError as refusal:
+        pytest.skip(str(refusal))
+    own = list(take_states(prefill(model, ids(12)), length=12))
+    refused = []
+    try:
+        inputs = prefilled(model, 12)[1]
+        found, _ = run_span(model, ids(12), [own[0], *noisy(own[1:], range(12))], 0, 12, (1, len(own)), inputs[1])
+        assert_same(found, own)
+    except IncompatibleError as refusal:
+        refused.append(refusal)
+    try:
+        chosen = [1, 4, 5, 11]
+        assert_same(run_chosen(model, ids(12), noisy(own, chosen), chosen), own)
+    except IncompatibleError as refusal:
+        refused.append(refusal)
+    assert all(str(refusal) and refusal.hint for refusal in refused)
 
 
 def test_no_such_layer() -> None:

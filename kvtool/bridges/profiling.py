@@ -17,6 +17,7 @@ from formats.transfer_map import MapFile
 from kvtool.archive import producer
 from kvtool.arms import divergence
 from kvtool.bootstrap import paired_ratio
+from kvtool.bridges.pairs import check_layers_of
 from kvtool.bridges.recompute import Recompute, recomputed
 from kvtool.bridges.running import check_scattered
 from kvtool.bridges.transferring import Source, source_of_snapshot, transfer
@@ -65,7 +66,14 @@ def profile(
             f"[profile] there must be a text, prefix, scored and step of at least 1, and a map's digest with the map, but got "
             f"{len(texts)} texts, {prefix}, {scored}, {step}."
         )
-    left_out, layers = [], len(target.model.layers)
+    shapes = [[(p.k.heads, p.k.dim, p.v.dim) for p in check_layers_of(model) if p.k and p.v] for model in (source, target)]
+    if shapes[0] != shapes[1]:
+        raise IncompatibleError(
+            f"{source.info.name} has {len(shapes[0])} layers of {shapes[0][0]} (KV heads, key size, value size), {target.info.name} "
+            f"{len(shapes[1])} of {shapes[1][0]}",
+            hint="profiles are of models of the same shapes; kvtool fit makes a map between others",
+        )
+    left_out, layers = [], len(shapes[1])
     try:
         for model in (source, target):
             check_stream(model)
