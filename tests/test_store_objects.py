@@ -122,6 +122,7 @@ def test_missing(objects: Objects) -> None:
             assert name in str(caught.value)
         objects.touch(name)
     assert [entry.name for entry in objects.names()] == ["there"]
+    assert objects.sizes(["not-there", "there", "there/below"]) == [None, 1, None] and objects.sizes([]) == []
 
 
 def test_names_remove_and_write_again(objects: Objects) -> None:
@@ -142,12 +143,13 @@ def test_names_remove_and_write_again(objects: Objects) -> None:
 
 
 def test_touch_is_seen(objects: Objects) -> None:
-    for name in ("old", "used"):
+    for name in ("old", "used", "also"):
         objects.write(name, b"x")
     time.sleep(1.1)
-    objects.touch("used")
+    objects.touch()
+    objects.touch("used", "gone", "also")
     used = {entry.name: entry.used for entry in objects.names()}
-    assert used["used"] >= used["old"] + 1 and len(used) == 2
+    assert used["used"] >= used["old"] + 1 and used["also"] >= used["old"] + 1 and len(used) == 3
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)

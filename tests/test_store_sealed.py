@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import BackendError, IncompatibleError, IntegrityError
+from kvtool.cli import run
 from kvtool.store import addresses
 from kvtool.store.addresses import open_objects
 from kvtool.store.folder import Folder
@@ -171,6 +172,14 @@ def test_no_plain_bytes_reach_the_back_end(folder: Folder, monkeypatch: pytest.M
 
 
 # --- keys and addresses ----------------------------------------------------------------------------------------------------------
+
+
+def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "key"
+    assert run(["store", "keygen", str(path)]) == 0
+    assert f"KVTOOL_STORE_KEY={path}" in capsys.readouterr().out
+    key = read_key(path)
+    assert run(["store", "keygen", str(path)]) == 2 and read_key(path) == key
 
 
 def test_key_files(tmp_path: Path) -> None:

@@ -30,12 +30,31 @@ def command() -> None:
     """Keep prompt caches in a store: a folder, where prompts that begin alike share what they have in common.
 
     `kvtool export --store DIR` puts a prompt, `kvtool import --store DIR` goes on from the longest beginning that is there. STORE is a
-    folder or an address.
+    folder, s3://BUCKET/PREFIX (gs://, az://), or redis://HOST:PORT (rediss://, valkey://); credentials come from the environment. With
+    KVTOOL_STORE_KEY=FILE objects are encrypted.
 
     \b
     Example:
       kvtool store ls prompts
     """
+
+
+@command.command("keygen")
+@click.argument("path", metavar="FILE")
+def keygen(path: str) -> None:
+    """Make a key for an encrypted store, in a new file that its owner alone can read.
+
+    $KVTOOL_STORE_KEY names the file to every command that takes a store; what is put is then encrypted with it. Without the key nothing
+    comes back: keep a copy elsewhere. Whoever reads the store sees sizes, times, the digests of models, and which prompts begin alike.
+
+    \b
+    Example:
+      kvtool store keygen prompts.key
+    """
+    from kvtool.store.key_files import make_key
+
+    make_key(path)
+    click.echo(f"{path}: a new key; set KVTOOL_STORE_KEY={path}")
 
 
 @command.command("ls")

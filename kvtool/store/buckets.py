@@ -23,7 +23,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _PART = 16 << 20
 _LARGEST = 5 << 30
 # An object that is read often is not marked as used more often than this.
 _TOUCH_EVERY = 600.0
+_AT_ONCE = 16  # requests
 _ABANDONED = 24 * 3600.0
 
 
@@ -63,6 +65,7 @@ class Buckets:
     def __init__(self, url: str, *, timeout: float = TIMEOUT) -> None:
         scheme, bucket, prefix = _parsed(url)
         self.url = f"{scheme}://{bucket}/{prefix}".rstrip("/")
+        self.name_key: bytes | None = None
         self._scratch = Scratch()
         self._touched: dict[str, float] = {}
         allow_http = os.environ.get(f"{SCHEMES[scheme]}_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
@@ -170,6 +173,10 @@ class Buckets:
         except FileNotFoundError:
             return None
 
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(self.size, names))
+
     def names(self, prefix: str = "") -> Iterator[Entry]:
         used = {name: date for name, _, date in self._listed("used", prefix)}
         for name, size, date in self._listed("objects", prefix):
@@ -195,16 +202,21 @@ class Buckets:
         self._touched.pop(name, None)
         return there
 
-    def touch(self, name: str) -> None:
+    def touch(self, *names: str) -> None:
         now = time.monotonic()
-        if now - self._touched.get(name, -_TOUCH_EVERY) < _TOUCH_EVERY or self.size(name) is None:
-            return
-        with _errors(f"{self.url}: {name}"):
-            obstore.put(self._store, f"used/{name}", b"", use_multipart=False)
-        self._touched[name] = now
+        due = [name for name in names if now - self._touched.get(check_name(name), -_TOUCH_EVERY) >= _TOUCH_EVERY]
+        if due:
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(self._touch, due))
+            self._touched.update(dict.fromkeys(due, now))
+
+    def _touch(self, name: str) -> None:
+        if self.size(name) is not None:
+            with _errors(f"{self.url}: {name}"):
+                obstore.put(self._store, f"used/{name}", b"", use_multipart=False)
 
     def unfinished(self) -> int:
-        return sum(size for _, size, _ in self._listed("unfinished", ""))
+        return sum(size for _, size, _ in self._listed("unfinished", "")) + self._scratch.bytes()
 
     def sweep(self) -> int:
         freed = 0

@@ -4,14 +4,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blake3 import blake3
-
 from formats.calibration import from_bytes
 from formats.container import Reader
 from formats.errors import DigestError, FormatError, KVError, ManifestError
 from formats.tables import digest_of
 from kvtool.store.catalogue import Catalogue
-from kvtool.store.keys import Node, Space, ids_bytes, node_of, tail_hashes
+from kvtool.store.keys import Node, Space, ids_bytes, keyed, node_of, tail_hashes
 from kvtool.store.objects import Missing, Objects
 from kvtool.store.opening import opened
 
@@ -82,10 +80,10 @@ def _check_rows(objects: Objects, node: Node) -> None:
     with opened(objects, node.name) as reader:
         for defect in reader.verify():
             raise defect.error
-        _check_place(reader, node)
+        _check_place(reader, node, objects.name_key)
 
 
-def _check_place(reader: Reader, node: Node) -> None:
+def _check_place(reader: Reader, node: Node, secret: bytes | None) -> None:
     """Raise unless what a file says of its place gives its name."""
     about, tokens = reader.manifest.extra.get("store"), reader.manifest.tokens
     about = about if isinstance(about, dict) else {}
@@ -94,9 +92,9 @@ def _check_place(reader: Reader, node: Node) -> None:
         raise ManifestError("$.extra.store: does not say which chunk or space it follows")
     ids = tokens.ids[: node.tokens]
     if node.recent is None:
-        found = blake3(bytes.fromhex(parent) + ids_bytes(ids)).hexdigest()
+        found = keyed(bytes.fromhex(parent) + ids_bytes(ids), secret).hexdigest()
     else:
-        found = tail_hashes(parent, ids, [(node.recent, len(ids))])[node.recent, len(ids)]
+        found = tail_hashes(parent, ids, [(node.recent, len(ids))], secret)[node.recent, len(ids)]
     if found != node.id or not parent.startswith(node.parent) or len(tokens.ids) != node.tokens or about.get("start") != node.start:
         raise DigestError(f"holds {len(tokens.ids)} tokens of id {found[:12]} from {about.get('start')} on, not what its name says")
 
@@ -106,7 +104,7 @@ def _check_other(objects: Objects, name: str) -> None:
     kind, _, rest = name.partition("/")
     stem = rest.rpartition(".")[0]
     if kind == "spaces":
-        Space.parse(data, stem)
+        Space.parse(data, stem, objects.name_key)
     elif kind == "calibrations":
         from_bytes(data)
         if digest_of(data) != stem:

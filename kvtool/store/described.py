@@ -7,11 +7,12 @@ from typing import Any
 from mlx.utils import tree_reduce
 
 from formats.calibration import from_bytes, to_bytes
-from formats.errors import DigestError, KVError
+from formats.errors import DigestError, IncompatibleError, KVError
 from formats.tables import digest_of
 from kvtool.calibrations import Calibration
 from kvtool.capturing import Snapshot
 from kvtool.model import LoadedModel
+from kvtool.store.key_files import MAGIC
 from kvtool.store.keys import SHORT, Space
 from kvtool.store.objects import Missing, Objects
 from kvtool.store.room import Room
@@ -28,17 +29,29 @@ class Descriptions:
         self._models: dict[str, dict[str, Any]] = {}
 
     def spaces(self) -> list[Space]:
-        """All spaces that are there now, in the order of their names; one that cannot be read is passed over with a logged warning."""
+        """All spaces that are there now, in the order of their names; one that cannot be read is passed over with a logged warning.
+
+        Raises:
+            IncompatibleError: they are encrypted, with another key or none given.
+        """
         names = {entry.name for entry in self.objects.names("spaces/")}
         self._spaces = {name: space for name, space in self._spaces.items() if name in names}
         for name in names - set(self._spaces):
             try:
-                self._spaces[name] = Space.parse(self.objects.read(name), name.removeprefix("spaces/").removesuffix(".json"))
+                self._spaces[name] = self._space(name)
+            except IncompatibleError:
+                raise
             except Missing:
                 continue
             except (KVError, OSError) as error:
                 logger.warning("%s is passed over: %s", name, error)
         return [self._spaces[name] for name in sorted(self._spaces)]
+
+    def _space(self, name: str) -> Space:
+        data = self.objects.read(name)
+        if data.startswith(MAGIC):
+            raise IncompatibleError("the store is encrypted", path=repr(self.objects), hint="give its key file in KVTOOL_STORE_KEY")
+        return Space.parse(data, name.removeprefix("spaces/").removesuffix(".json"), self.objects.name_key)
 
     def model(self, weights: str) -> dict[str, Any]:
         """What is known of a model, empty where nothing is."""

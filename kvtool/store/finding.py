@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvtool.capturing import cached_part
 from kvtool.model import LoadedModel
@@ -9,6 +10,8 @@ from kvtool.probe import probe_model
 from kvtool.store.described import Descriptions
 from kvtool.store.keys import SHORT, Node, Space, chunk_name, layers_digest, node_of, tail_hashes, tails_of
 from kvtool.store.objects import Objects
+
+_FIRST = 4  # chunks asked for at first
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,19 @@ def matches(
 
 def _chain(objects: Objects, space: Space, ids: Sequence[int], avoid: frozenset[str]) -> list[Node]:
     """The chunks of a space that these tokens begin with."""
-    nodes, parent = [], space.key
-    for i, key in enumerate(space.keys(ids)):
-        name = chunk_name(key, parent, i * space.chunk, space.chunk)
-        if name in avoid or objects.size(name) is None:
-            break
-        nodes.append(Node(name, key, parent[:SHORT], i * space.chunk, space.chunk))
-        parent = key
+    nodes: list[Node] = []
+    parent, keys, batch = space.key, space.keys(ids), _FIRST
+    # More at once the further it goes: an answer from far away takes its time.
+    while asked := list(islice(keys, batch)):
+        for key in asked:
+            start = len(nodes) * space.chunk
+            nodes.append(Node(chunk_name(key, parent, start, space.chunk), key, parent[:SHORT], start, space.chunk))
+            parent = key
+        new = nodes[-len(asked) :]
+        for i, size in enumerate(objects.sizes([node.name for node in new])):
+            if size is None or new[i].name in avoid:
+                return nodes[: len(nodes) - len(new) + i]
+        batch *= 2
     return nodes
 
 
@@ -91,5 +100,5 @@ def _ends(objects: Objects, space: Space, nodes: Sequence[Node], ids: Sequence[i
         first = count * space.chunk
         listed = [node for entry in objects.names(tails_of(parent)) if (node := node_of(entry.name)) is not None]
         fit = [node for node in listed if node.name not in avoid and node.start == first and node.stop <= len(ids)]
-        hashes = tail_hashes(parent, ids[first:], {(node.recent or 0, node.tokens) for node in fit})
+        hashes = tail_hashes(parent, ids[first:], {(node.recent or 0, node.tokens) for node in fit}, space.secret)
         yield from ([*nodes[:count], node] for node in fit if hashes[node.recent or 0, node.tokens] == node.id)

@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtool.store.objects import Entry, Missing, check_name
@@ -33,6 +33,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = Path(path)
+        self.name_key: bytes | None = None
         self._objects = self.root / "objects"
         self._writing = self.root / "writing"
         self._scratch: Path | None = None
@@ -159,6 +160,9 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        return [self.size(name) for name in names]
+
     def names(self, prefix: str = "") -> Iterator[Entry]:
         # The folder part of a prefix spares the listing of all others.
         folder = self._objects.joinpath(*prefix.split("/")[:-1])
@@ -174,9 +178,10 @@ class Folder:
             return False
         return True
 
-    def touch(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.utime(self._file(name))
+    def touch(self, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.utime(self._file(name))
 
     def unfinished(self) -> int:
         # A file between link and unlink has two names: it counts as the object that it is.

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 KEY_BYTES = 32
+MAGIC = b"kvtool sealed 1\n"  # that encrypted objects begin with
 _LONGEST = 256
 
 

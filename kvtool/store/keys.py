@@ -10,13 +10,15 @@
     calibrations/<digest>.safetensors                     tables that chunks were coded with
     pins/<id>                                             the name of an object that stays
 
+Where objects are encrypted, every blake3 above is keyed with a key derived from the store's.
+
 A chunk's parent is in its name, so that a listing alone says which objects others need.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,13 +45,23 @@ class Space:
     Attributes:
         data: the JSON whose blake3 is the space's key.
         about: the same, parsed.
+        secret: key of all hashes where objects are encrypted, so that nobody without it can test a guess of a prompt.
     """
 
     data: bytes
     about: dict[str, Any]
+    secret: bytes | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, model: ModelInfo, probes: Sequence[CacheProbe], plan: CodecPlan, calibration: str | None, chunk: int = CHUNK) -> "Space":
+    def of(
+        cls,
+        model: ModelInfo,
+        probes: Sequence[CacheProbe],
+        plan: CodecPlan,
+        calibration: str | None,
+        chunk: int = CHUNK,
+        secret: bytes | None = None,
+    ) -> "Space":
         """The space of what `model` computes and `plan` codes.
 
         Args:
@@ -57,6 +69,7 @@ class Space:
             plan: its newest exact rows are no part of it: chunks have none.
             calibration: digest of the tables that the codec takes, None without.
             chunk: tokens of a chunk.
+            secret: the back end's `name_key`.
         Raises:
             IncompatibleError: the model has no identity.
             ValueError: chunk is not 1 to 65536.
@@ -76,26 +89,27 @@ class Space:
             "calibration": calibration,
             "chunk": chunk,
         }
-        return cls(json.dumps(about, sort_keys=True, separators=(",", ":")).encode(), about)
+        return cls(json.dumps(about, sort_keys=True, separators=(",", ":")).encode(), about, secret)
 
     @classmethod
-    def parse(cls, data: bytes, key: str) -> "Space":
+    def parse(cls, data: bytes, key: str, secret: bytes | None = None) -> "Space":
         """A space from its object.
 
         Raises:
             DigestError: its bytes are not those that its name says.
             ManifestError: it was written by another version.
         """
-        if blake3(data).hexdigest() != key:
-            raise DigestError(f"space {key[:12]} has digest {blake3(data).hexdigest()[:12]}")
+        found = keyed(data, secret).hexdigest()
+        if found != key:
+            raise DigestError(f"space {key[:12]} has digest {found[:12]}")
         about = loads(data.decode("utf-8", "replace"), "space")
         if not isinstance(about, dict) or set(about) != _FIELDS or about["schema"] != SCHEMA:
             raise ManifestError(f"space {key[:12]} is of another schema than {SCHEMA}", hint="update kvtool")
-        return cls(data, about)
+        return cls(data, about, secret)
 
     @property
     def key(self) -> str:
-        return blake3(self.data).hexdigest()
+        return keyed(self.data, self.secret).hexdigest()
 
     @property
     def name(self) -> str:
@@ -128,7 +142,7 @@ class Space:
 
     def keys(self, tokens: Sequence[int]) -> Iterator[str]:
         """Keys of the whole chunks of a prompt, one after the other."""
-        return chain(self.key, tokens, self.chunk)
+        return chain(self.key, tokens, self.chunk, self.secret)
 
 
 @dataclass(frozen=True)
@@ -159,11 +173,16 @@ class Node:
         return self.start + self.tokens
 
 
-def chain(parent: str, tokens: Sequence[int], chunk: int) -> Iterator[str]:
+def keyed(data: bytes, secret: bytes | None) -> blake3:
+    """blake3, keyed where there is a secret."""
+    return blake3(data) if secret is None else blake3(data, key=secret)
+
+
+def chain(parent: str, tokens: Sequence[int], chunk: int, secret: bytes | None = None) -> Iterator[str]:
     """Keys of the whole chunks of tokens that follow a key, one after the other."""
     ids, key, size = ids_bytes(tokens), bytes.fromhex(parent), 4 * chunk
     for at in range(0, len(ids) - size + 1, size):
-        key = blake3(key + ids[at : at + size]).digest()
+        key = keyed(key + ids[at : at + size], secret).digest()
         yield key.hex()
 
 
@@ -176,16 +195,19 @@ def tails_of(parent: str) -> str:
     return f"tails/{parent[:2]}/{parent}/"
 
 
-def tail_name(parent: str, ids: Sequence[int], start: int, recent: int) -> str:
-    return f"{tails_of(parent)}{start}-{len(ids)}-{recent}-{tail_hashes(parent, ids, [(recent, len(ids))])[recent, len(ids)]}.kv"
+def tail_name(parent: str, ids: Sequence[int], start: int, recent: int, secret: bytes | None = None) -> str:
+    hashed = tail_hashes(parent, ids, [(recent, len(ids))], secret)[recent, len(ids)]
+    return f"{tails_of(parent)}{start}-{len(ids)}-{recent}-{hashed}.kv"
 
 
-def tail_hashes(parent: str, ids: Sequence[int], wanted: Iterable[tuple[int, int]]) -> dict[tuple[int, int], str]:
+def tail_hashes(
+    parent: str, ids: Sequence[int], wanted: Iterable[tuple[int, int]], secret: bytes | None = None
+) -> dict[tuple[int, int], str]:
     """Hashes of tails of the first tokens of `ids` after a parent: (recent, tokens) -> 32 digits. Ids are read once for each `recent`."""
     data, hashes, last = ids_bytes(ids), {}, (-1, 0)
     for recent, tokens in sorted(wanted):
         if recent != last[0]:
-            hasher, last = blake3(b"tail" + bytes.fromhex(parent) + recent.to_bytes(4, "little")), (recent, 0)
+            hasher, last = keyed(b"tail" + bytes.fromhex(parent) + recent.to_bytes(4, "little"), secret), (recent, 0)
         hasher.update(data[4 * last[1] : 4 * tokens])
         hashes[recent, tokens], last = hasher.hexdigest()[:32], (recent, tokens)
     return hashes

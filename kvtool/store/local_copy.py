@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from formats.container import open_container
@@ -74,8 +74,7 @@ class LocalCopy:
 
     @property
     def name_key(self) -> bytes | None:
-        """What an encrypted back end makes names with."""
-        return getattr(self.remote, "name_key", None)
+        return self.remote.name_key
 
     @property
     def scratch(self) -> Path:
@@ -156,6 +155,9 @@ class LocalCopy:
     def size(self, name: str) -> int | None:
         return self.remote.size(name)
 
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        return self.remote.sizes(names)
+
     def names(self, prefix: str = "") -> Iterator[Entry]:
         return self.remote.names(prefix)
 
@@ -163,12 +165,12 @@ class LocalCopy:
         self.local.remove(name)
         return self.remote.remove(name)
 
-    def touch(self, name: str) -> None:
-        self.local.touch(name)
-        self.remote.touch(name)
+    def touch(self, *names: str) -> None:
+        self.local.touch(*names)
+        self.remote.touch(*names)
 
     def unfinished(self) -> int:
-        return self.remote.unfinished()
+        return self.remote.unfinished() + self.local.unfinished()
 
     def sweep(self) -> int:
         self.local.sweep()

@@ -1,7 +1,7 @@
 """What a store keeps its objects in: whole, named, never changed once they are there."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +33,10 @@ class Objects(Protocol):
     """
 
     @property
+    def name_key(self) -> bytes | None:
+        """32 bytes that names of objects are made with where they are encrypted, else None."""
+
+    @property
     def scratch(self) -> Path:
         """A local folder of this process, for files that are about to be written; it is made when it is first asked for."""
 
@@ -59,14 +63,17 @@ class Objects(Protocol):
     def size(self, name: str) -> int | None:
         """Bytes of an object, None where there is none."""
 
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """The same of several, in the time that one takes where that can be."""
+
     def names(self, prefix: str = "") -> Iterator[Entry]:
         """All objects whose names begin with `prefix`, in any order; one that comes or goes meanwhile may or may not be among them."""
 
     def remove(self, name: str) -> bool:
         """Remove an object; False where there was none. Who has it open or mapped keeps it."""
 
-    def touch(self, name: str) -> None:
-        """Record that the object was used now; nothing happens where it is gone."""
+    def touch(self, *names: str) -> None:
+        """Record that objects were used now; nothing happens where one is gone."""
 
     def unfinished(self) -> int:
         """Bytes that writers hold beyond the objects: files being written, and what writers that died left."""

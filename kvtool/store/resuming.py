@@ -79,7 +79,7 @@ def resume(
     if not ids:
         raise ValueError("[resume] the prompt has no tokens.")
     begin, last = ids[:-1], ids[-1]
-    chosen = None if codec is None else _Target.of(model, codec_plan(codec), resolve(calibration, model.info.weights), store.chunk)
+    chosen = None if codec is None else _Target.of(store, model, codec_plan(codec), resolve(calibration, model.info.weights))
     match = store.lookup(ids, model, space=None if chosen is None else chosen.space.key)
     notes: tuple[str, ...] = ()
     if not begin or (match is not None and match.usable == len(begin)):
@@ -122,15 +122,15 @@ class _Target:
     calibration: Calibration | None
 
     @classmethod
-    def of(cls, model: LoadedModel, plan: CodecPlan, calibration: Calibration | None, chunk: int) -> "_Target":
+    def of(cls, store: Store, model: LoadedModel, plan: CodecPlan, calibration: Calibration | None, chunk: int | None = None) -> "_Target":
         tables = calibration if is_calibrated(plan.k) or is_calibrated(plan.v) else None
-        return cls(Space.of(model.info, probe_model(model.model), plan, None if tables is None else tables.digest, chunk), plan, tables)
+        return cls(store.space(model.info, probe_model(model.model), plan, tables, chunk), plan, tables)
 
 
 def _continuing(store: Store, match: Match | None, model: LoadedModel, chosen: _Target | None) -> _Target | None:
     """What goes on as a match began; where there is none, what was chosen, else `rvq-4`. None where nothing can go on."""
     if match is None:
-        return chosen or _Target.of(model, codec_plan(DEFAULT), None, store.chunk)
+        return chosen or _Target.of(store, model, codec_plan(DEFAULT), None)
     probes = probe_model(model.model)
     if chosen is not None:
         return chosen if uncut_reason(probes, chosen.plan, chosen.calibration) is None else None
@@ -138,7 +138,7 @@ def _continuing(store: Store, match: Match | None, model: LoadedModel, chosen: _
     tables = next(iter(store.known.calibrations(match.space.calibration)), None)
     for frame in ("", f",frame={about['frame']['k']}"):
         plan = codec_plan(f"k={about['k']},v={about['v']},sink={about['sink']}{frame}")
-        target = _Target.of(model, plan, tables, match.space.chunk)
+        target = _Target.of(store, model, plan, tables, match.space.chunk)
         if target.space.key == match.space.key and uncut_reason(probes, plan, tables) is None:
             return target
     return None

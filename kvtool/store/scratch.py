@@ -1,5 +1,6 @@
 """A private folder of this process for files on their way to a store that is not a folder itself."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -24,6 +25,16 @@ class Scratch:
                 self._made, self._owner = Path(tempfile.mkdtemp(prefix="kvtool-store-")), os.getpid()
                 self._end = weakref.finalize(self, _remove, self._made, self._owner)
             return self._made
+
+    def bytes(self) -> int:
+        """Of the files in it."""
+        with self._making:
+            made = self._made if self._owner == os.getpid() else None
+        found = 0
+        for path in [] if made is None else made.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found += path.stat().st_size
+        return found
 
     def close(self) -> None:
         """Remove the folder; it is made anew where it is asked for again."""

@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
@@ -25,11 +25,10 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from formats.errors import IncompatibleError, IntegrityError
-from kvtool.store.key_files import KEY_BYTES
+from kvtool.store.key_files import KEY_BYTES, MAGIC
 from kvtool.store.objects import Entry, Missing, Objects, check_name
 from kvtool.store.scratch import Scratch
 
-MAGIC = b"kvtool sealed 1\n"
 SEGMENT = 1 << 20
 _TAG = 16
 _ID = 16
@@ -52,7 +51,7 @@ class Sealed:
         self.inner = inner
         self._key = key
         self._id = _derived(key, None, b"kvtool key id", _ID)
-        self.name_key = _derived(key, None, b"kvtool names", 32)
+        self.name_key: bytes | None = _derived(key, None, b"kvtool names", 32)
         self._scratch = Scratch()
         # Size and cipher of objects read lately, so that a range costs one read of the back end.
         self._known: OrderedDict[str, tuple[int, ChaCha20Poly1305]] = OrderedDict()
@@ -157,6 +156,10 @@ class Sealed:
         sealed = self.inner.size(name)
         return None if sealed is None else _plain_size(sealed, name)
 
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        found = zip(names, self.inner.sizes(names), strict=True)
+        return [None if sealed is None else _plain_size(sealed, name) for name, sealed in found]
+
     def names(self, prefix: str = "") -> Iterator[Entry]:
         """Sizes are what the objects take, encryption included."""
         return self.inner.names(prefix)
@@ -165,11 +168,11 @@ class Sealed:
         self._forget(name)
         return self.inner.remove(name)
 
-    def touch(self, name: str) -> None:
-        self.inner.touch(name)
+    def touch(self, *names: str) -> None:
+        self.inner.touch(*names)
 
     def unfinished(self) -> int:
-        return self.inner.unfinished()
+        return self.inner.unfinished() + self._scratch.bytes()
 
     def sweep(self) -> int:
         return self.inner.sweep()

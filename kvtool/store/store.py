@@ -10,16 +10,18 @@ from types import TracebackType
 from typing import Any
 
 from formats.errors import IncompatibleError
+from formats.manifest import ModelInfo
 from kvtool.archive import Restored
 from kvtool.calibrations import Calibration, is_calibrated, resolve
 from kvtool.capturing import Snapshot, token_ids
 from kvtool.encoding import codec_plan
 from kvtool.model import LoadedModel
+from kvtool.probe import CacheProbe
+from kvtool.store.addresses import open_objects
 from kvtool.store.catalogue import GRACE, Catalogue, Held
 from kvtool.store.checking import CheckReport, check
 from kvtool.store.described import Descriptions, tables_name
 from kvtool.store.finding import Match, matches
-from kvtool.store.folder import Folder
 from kvtool.store.keys import CHUNK, SHORT, Node, Space, chain, chunk_name, node_of, tail_name
 from kvtool.store.objects import Objects
 from kvtool.store.opening import Lost, alive, opened, write
@@ -84,7 +86,7 @@ class Store:
     """Prompt caches by their tokens. Any number of processes may use one at once.
 
     Args:
-        where: a folder, or a back end.
+        where: a folder or another address that `open_objects` takes, or a back end.
         quota: bytes that it may take, files on their way included; None for no end.
         chunk: tokens of a chunk of what is put.
     """
@@ -92,7 +94,7 @@ class Store:
     def __init__(self, where: str | os.PathLike[str] | Objects, *, quota: int | None = None, chunk: int = CHUNK) -> None:
         if quota is not None and (type(quota) is not int or quota < 1):
             raise ValueError(f"[Store] quota must be a number of bytes, at least 1, but got {quota!r}.")
-        self.objects: Objects = Folder(where) if isinstance(where, str | os.PathLike) else where
+        self.objects: Objects = open_objects(where) if isinstance(where, str | os.PathLike) else where
         self.chunk = chunk
         self.counts = {"hits": 0, "misses": 0, "tokens": 0, "broken": 0}
         self.known = Descriptions(self.objects)
@@ -107,6 +109,12 @@ class Store:
     def close(self) -> None:
         """Give back what the back end holds for this process."""
         self.objects.close()
+
+    def space(
+        self, model: ModelInfo, probes: Sequence[CacheProbe], plan: CodecPlan, tables: Calibration | None, chunk: int | None = None
+    ) -> Space:
+        """The space of what a model computes and `plan` codes with these tables; `chunk` is that of what is put where it is not given."""
+        return Space.of(model, probes, plan, None if tables is None else tables.digest, chunk or self.chunk, self.objects.name_key)
 
     def put(
         self,
@@ -128,7 +136,7 @@ class Store:
             progress: called with (objects done, objects in all).
         Raises:
             ValueError: tokens that are not known, or rows missing that the store does not have.
-            IncompatibleError: a model without an identity.
+            IncompatibleError: a model without an identity, or a store that is encrypted with another key.
             StoreFullError: it does not fit into the quota.
             OSError: as the system gives it; what was written before is whole.
         """
@@ -141,15 +149,18 @@ class Store:
         tables = resolve(calibration, snapshot.model.weights) if calibrated else None
         if calibration is not None and not calibrated:
             raise ValueError(f"[put] {plan.spec()} takes no calibration: leave it out.")
+        # Refuses to mix what is encrypted, and how.
+        self.known.spaces()
         whole = whole_reason(snapshot, plan, tables)
-        space = Space.of(snapshot.model, snapshot.probes, plan, None if tables is None else tables.digest, self.chunk)
+        space = self.space(snapshot.model, snapshot.probes, plan, tables)
         pieces = _pieces(space, snapshot, plan.recent, whole is not None)
         keep, held = frozenset(piece.name for piece in pieces), first_row(snapshot)
         new = size = 0
         # Again where another process evicts a chunk while later ones are written.
         for _ in range(ATTEMPTS):
             size += self.known.write(self.room, space, snapshot, tables, model)
-            missing = [piece for piece in pieces if self.objects.size(piece.name) is None]
+            sizes = self.objects.sizes([piece.name for piece in pieces])
+            missing = [piece for piece, size in zip(pieces, sizes, strict=True) if size is None]
             for done, piece in enumerate(missing, len(pieces) - len(missing) + 1):
                 if piece.start < held:
                     lacking = f"the store lacks tokens {piece.start} to {piece.stop}"
@@ -171,8 +182,7 @@ class Store:
                     progress(done, len(pieces))
             if not missing:
                 break
-        for piece in pieces:
-            self.objects.touch(piece.name)
+        self.objects.touch(*(piece.name for piece in pieces))
         last = node_of(pieces[-1].name)
         assert last is not None
         return PutReport(last.id, plan.full_spec(), snapshot.length, sum(not p.tail for p in pieces), new, size, whole)
@@ -187,7 +197,17 @@ class Store:
             space: key of the one space to look in.
         """
         ids = _checked(tokens)
-        return next(iter(matches(self.objects, self.known, ids, model, ends, only=space)), None)
+        return next(iter(self._matches(ids, model, ends, only=space)), None)
+
+    def _matches(self, ids: Sequence[int], model: LoadedModel, ends: bool, *more: Any, **only: Any) -> list[Match]:
+        """What fits; nothing, with a logged warning, where the back end does not answer: a prefill takes longer than it, but works."""
+        try:
+            return matches(self.objects, self.known, ids, model, ends, *more, **only)
+        except PermissionError:
+            raise
+        except OSError as error:
+            logger.warning("nothing is found: %s", error)
+            return []
 
     def load(
         self,
@@ -217,7 +237,7 @@ class Store:
         avoid: frozenset[str] = frozenset()
         notes: list[str] = []
         gone = 0
-        while found := matches(self.objects, self.known, ids, model, ends, avoid, space):
+        while found := self._matches(ids, model, ends, avoid, space):
             try:
                 restored = alive(self.objects, self.known, found[0], ids, model, decode=decode, mapped=mapped, progress=progress)
             except Lost as lost:
@@ -235,8 +255,10 @@ class Store:
             self.counts["hits"] += 1
             self.counts["tokens"] += restored.usable
             restored.notes = (*notes, *restored.notes)
-            for node in found[0].nodes:
-                self.objects.touch(node.name)
+            try:
+                self.objects.touch(*(node.name for node in found[0].nodes))
+            except OSError as error:
+                logger.warning("not marked as used: %s", error)
             return restored
         self.counts["misses"] += 1
         return None
@@ -252,7 +274,7 @@ class Store:
         """
         ids = _checked(tokens)
         # One token more, so that the last one counts.
-        match = next(iter(matches(self.objects, self.known, [*ids, 0], model, ends)), None)
+        match = next(iter(self._matches([*ids, 0], model, ends)), None)
         if match is None:
             return None
         write(self.objects, self.known, match, ids, model, path)
@@ -310,7 +332,7 @@ class Store:
             tokens, parent = reader.manifest.tokens, str(reader.manifest.extra["store"]["parent"])
         root, found = catalogue.space(node), []
         chunk = next((space.chunk for space in self.known.spaces() if space.key[:SHORT] == root), node.tokens + 1)
-        for i, key in enumerate(chain(parent, () if tokens is None else tokens.ids, chunk)):
+        for i, key in enumerate(chain(parent, () if tokens is None else tokens.ids, chunk, self.objects.name_key)):
             held = catalogue.held.get(chunk_name(key, parent, node.start + i * chunk, chunk))
             if held is None:
                 break
@@ -382,11 +404,11 @@ def _pieces(space: Space, snapshot: Snapshot, recent: int, whole: bool) -> list[
     length, chunk = snapshot.length, space.chunk
     ids = snapshot.tokens[:length]
     if whole:
-        return [Piece(tail_name(space.key, ids, 0, recent), 0, length, recent, space.key, tail=True)]
+        return [Piece(tail_name(space.key, ids, 0, recent, space.secret), 0, length, recent, space.key, tail=True)]
     keys = [space.key, *space.keys(ids)]
     pieces = [Piece(chunk_name(key, keys[i], i * chunk, chunk), i * chunk, (i + 1) * chunk, 0, keys[i]) for i, key in enumerate(keys[1:])]
     begin = (length - recent) // chunk * chunk if length > recent else 0
     if begin < length:
         parent = keys[begin // chunk]
-        pieces.append(Piece(tail_name(parent, ids[begin:], begin, recent), begin, length, recent, parent, tail=True))
+        pieces.append(Piece(tail_name(parent, ids[begin:], begin, recent, space.secret), begin, length, recent, parent, tail=True))
     return pieces

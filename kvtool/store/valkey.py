@@ -18,7 +18,7 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -87,6 +87,7 @@ class Valkey:
 
     def __init__(self, url: str, *, timeout: float = TIMEOUT) -> None:
         target, self.url, self._prefix, cluster = _parsed(url)
+        self.name_key: bytes | None = None
         self._scratch = Scratch()
         options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": min(5.0, timeout)}
         password = os.environ.get("REDISCLI_AUTH")
@@ -185,6 +186,13 @@ class Valkey:
             found = self._committed(name)
             return None if found is None else found[1]
 
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        with _errors(self.url):
+            pipe = self._client.pipeline(transaction=False)
+            for name in names:
+                pipe.hget(self._key(name), "size")
+            return [None if size is None else int(size) for size in pipe.execute()]
+
     def names(self, prefix: str = "") -> Iterator[Entry]:
         with _errors(self.url):
             for batch in self._scanned(f"{{{self._prefix}/{prefix}*}}"):
@@ -218,9 +226,10 @@ class Valkey:
             keys = self._parts(name, *found)
             return bool(self._client.eval(_REMOVE, 1 + len(keys), self._key(name), *keys, found[0]))
 
-    def touch(self, name: str) -> None:
-        with _errors(f"{self.url}: {name}"):
-            self._client.eval(_TOUCH, 1, self._key(name))
+    def touch(self, *names: str) -> None:
+        with _errors(self.url):
+            for name in names:
+                self._client.eval(_TOUCH, 1, self._key(name))
 
     def _loose(self) -> Iterator[tuple[bytes, int, int]]:
         """(key, bytes, seconds left or -1) of every part."""
@@ -234,7 +243,7 @@ class Valkey:
 
     def unfinished(self) -> int:
         with _errors(self.url):
-            return sum(size for _, size, left in self._loose() if left >= 0)
+            return sum(size for _, size, left in self._loose() if left >= 0) + self._scratch.bytes()
 
     def sweep(self) -> int:
         """Parts that stay although their hash is gone, as servers that evict leave; those of writers that died expire by themselves."""
