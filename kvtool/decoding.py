@@ -52,10 +52,10 @@ class Decoder:
         self.reader = reader
         self.shelf = Shelf() if shelf is None else shelf
         self._leaves = dict(_named(reader.manifest.layers))
+        self._order = {name: i for i, name in enumerate(self._leaves)}
         for given in reader.manifest.layer_inputs:
             rows = reader.manifest.length
             self._leaves[f"input.{given.layer}"] = CacheInfo("KVCache", "full", None, rows, ((0, rows),) if rows else (), v=given.rows)
-        self._order = {name: i for i, name in enumerate(self._leaves)}
         self._codecs: dict[int, Codec] = {}
         self._bare: dict[int, Codec] = {}
         self._kept: dict[tuple[str, str, Span], mx.array] = {}
@@ -287,7 +287,7 @@ class Decoder:
     def _is_needed(self, name: str, role: str, span: Span) -> bool:
         """Whether other rows are predicted from a segment's. No tables are looked for: that one is missing is no matter of other layers."""
         if self._followed is None:
-            self._followed = {after for leaf in self._leaves if (after := self._after(leaf)) is not None}
+            self._followed = {after for leaf in self._order if (after := self._after(leaf)) is not None}
         own = role == "k" and any("k" in codec.needs for segment, codec in self._calibrated(name, "v") if segment.rows == span)
         return own or name in self._followed
 
@@ -298,7 +298,7 @@ class Decoder:
             ManifestError: not one layer, or none that comes before.
         """
         after = {codec.after for _, codec in self._calibrated(name) if codec.after is not None}
-        if len(after) > 1 or any(self._order.get(a, len(self._order)) >= self._order[name] for a in after):
+        if len(after) > 1 or any(self._order.get(a, len(self._order)) >= self._order.get(name, 0) for a in after):
             what = f"layer {name} is predicted from {', '.join(map(repr, sorted(after)))}, not from one layer before it"
             raise ManifestError(what[:200], path=self.reader.path)
         return next(iter(after), None)

@@ -12,7 +12,7 @@ import pytest
 import kvtool
 from formats.check import check
 from formats.container import open_container
-from formats.errors import DigestError, IncompatibleError, ManifestError
+from formats.errors import DigestError, IncompatibleError, KVError, ManifestError
 from kvtool import encoding
 from kvtool.bridges.recompute import Recompute
 from kvtool.bridges.running import run_span
@@ -22,6 +22,7 @@ from kvtool.cli import run
 from kvtool.model import LoadedModel, load_model
 from kvtool.recoding import recode
 from tests.library import digests, ids, rewrite, tiny
+from veloxquant_mlx.codecs import CODECS
 
 TEXT = "what enters a layer of the model, and what leaves it, is a vector a token. " * 5
 
@@ -170,6 +171,21 @@ def test_tensors_that_do_not_fit_the_codec_are_refused(file: Path, tmp_path: Pat
     rewrite(file, tmp_path / "bad.kv", lambda manifest: None, {"input.1.x.0.codes": ("U8", codes[:, :-1])})
     with kvtool.open(tmp_path / "bad.kv") as archive, pytest.raises(ManifestError, match=r"needs U8 \(1,"):
         archive.decoder.layer_input(1)
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "nothing"])
+def test_a_codec_that_lies_is_refused_and_no_matter_of_the_rows(codec: str, file: Path, tmp_path: Path, tiny_a: LoadedModel) -> None:
+    params = {"tcz": {"role": "v", "rate": 1, "step": 1.0, "design": 1, "layer": "1", "after": "0", "tables": "a" * 64}}.get(codec, {})
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["codecs"].append({"id": codec, "params": params})
+        manifest["layer_inputs"][0]["rows"]["segments"][0]["codec"] = len(manifest["codecs"]) - 1
+
+    rewrite(file, tmp_path / "bad.kv", change)
+    with kvtool.open(tmp_path / "bad.kv") as archive:
+        with pytest.raises(KVError):
+            archive.decoder.layer_input(1)
+        assert archive.load(tiny_a, decode=True).usable == archive.length
 
 
 def test_a_cache_does_not_hold_it(tiny_a: LoadedModel) -> None:

@@ -5,6 +5,7 @@
 SmolLM2-135M-Instruct and its fine-tuned sibling of RoPE base 10 000, both directions: 512 tokens of a text that neither map nor tables
 were made from are cached by one model and handed to the other, which scores the 256 that follow. KL(own prefill || arm), nats. The share is
 what the receiver computes, map included, over a prefill of its own (`kvtool.bridges.work`). Intervals: bootstrap, blocks of 32 positions.
+Then the profile of each direction with its map, as `kvtool profile` makes it: what recomputing which layers and tokens gives; made once.
 Exits 1 where a target is missed.
 """
 
@@ -23,9 +24,12 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvtool
-from formats.transfer_map import MapFile, read_map, write_map
+from formats.profile import Profile, read_profile, write_profile
+from formats.tables import digest_of
+from formats.transfer_map import MapFile, read_map, to_bytes, write_map
 from kvtool.bootstrap import paired_ratio
 from kvtool.bridges.fitting import fit
+from kvtool.bridges.profiling import profile
 from kvtool.bridges.recompute import Recompute
 from kvtool.bridges.transferring import source_of, source_of_snapshot, transfer
 from kvtool.bridges.work import Work
@@ -41,6 +45,7 @@ from tests.texts import ALL_TEXTS, text
 NAME, PREFIX, SCORED = "transfer-smollm2", 512, 256
 PLANS = ("", "first=4", "first=4,newest=5%", "first=4,newest=10%", "first=4,newest=14%", "newest=19%")
 BEST = "first=4,newest=14%"
+BLOCK = (9, 15)  # layers that run on what entered the first of them in the source: exact, and as a file keeps it
 MOST_SHARE, MOST_RATIO = 0.20, 0.55
 ADDED = {"rvq-4": 0.01, "tc-4.05": 0.005}  # KL that a codec may add to the uncompressed transfer's
 Say = Callable[[str], None]
@@ -64,7 +69,7 @@ def arms_of(
     by_map = work.share(work.of_map(mapping, PREFIX), PREFIX)
     for name in texts:
         ids = list(target.tokenizer.encode(text(name)))[: PREFIX + SCORED + 1]
-        snapshot = capture(source, ids[:PREFIX])
+        snapshot = capture(source, ids[:PREFIX], layer_inputs=BLOCK[:1])
         given = source_of_snapshot(snapshot)
         own = capture(target, ids[:PREFIX])
         caches: dict[str, tuple[float, Callable[[], list[Any]]]] = {"no cache": (0.0, partial(make_prompt_cache, target.model))}
@@ -73,6 +78,10 @@ def arms_of(
                 part = Recompute.parse(plan, PREFIX) if plan else Recompute()
                 share = part.share(work, PREFIX) + (0.0 if use is None else by_map)
                 caches[label(use is not None, plan)] = (share, partial(moved, given, target, use, part))
+        block = Recompute(layers=BLOCK)
+        name_of = label(True, "layers={}-{}".format(*BLOCK))
+        caches[name_of] = (block.share(work, PREFIX) + by_map, partial(moved, given, target, mapping, block))
+        caches[f"{name_of}, input in the file"] = (caches[name_of][0], partial(from_file, snapshot, target, mapping, block))
         for codec in ADDED:
             calibrations = tables if codec.startswith("tc") else (None, None)
             if len(calibrations) == 2:
@@ -97,6 +106,14 @@ def label(mapped: bool, plan: str) -> str:
 
 def moved(given: Any, target: LoadedModel, mapping: MapFile | None, part: Recompute) -> list[Any]:
     return build_caches(transfer(given, target, mapping=mapping, recompute=part).states)
+
+
+def from_file(snapshot: Snapshot, target: LoadedModel, mapping: MapFile, part: Recompute) -> list[Any]:
+    """As `moved`, of an uncompressed file, in which layer inputs are coded all the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        kvtool.save(snapshot, Path(folder) / "one.kv")
+        with kvtool.open(Path(folder) / "one.kv") as archive:
+            return moved(source_of(archive), target, mapping, part)
 
 
 def compressed(snapshot: Snapshot, target: LoadedModel, mapping: MapFile, codec: str, tables: Sequence[Calibration | None]) -> list[Any]:
@@ -154,6 +171,31 @@ def fitted(source: LoadedModel, target: LoadedModel, cache: Path, say: Say) -> M
     return mapping
 
 
+def profiled(source: LoadedModel, target: LoadedModel, mapping: MapFile, texts: Sequence[str], cache: Path, say: Say) -> Profile:
+    """What recomputing which part gives, measured once."""
+    path, digest = cache / f"{source.info.name}-to-{target.info.name}.profile", digest_of(to_bytes(mapping))
+    names = [f"{name}.txt" for name in texts]
+    if path.exists():
+        found = read_profile(path)[0]
+        if found.mapping == digest and sorted(found.texts) == sorted(names) and (found.prefix, found.scored) == (PREFIX, SCORED):
+            return found
+    say(f"profiling {source.info.name} to {target.info.name}")
+    cache.mkdir(parents=True, exist_ok=True)
+    given = {name: text(name.removesuffix(".txt")) for name in names}
+    found = profile(source, target, given, mapping=mapping, digest=digest, prefix=PREFIX, scored=SCORED)
+    write_profile(path, found)
+    return found
+
+
+def profile_table(found: Profile) -> list[str]:
+    lines = ["| recomputed, beside the map | share | KL | of plain | top-1 | not beaten |", "|---|---|---|---|---|---|"]
+    for row, front in zip(found.rows, found.front(), strict=True):
+        name = (row.plan or "nothing") if row.mapped else "(plain recode)"
+        ratio = "1.000" if row.ratio is None else f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        lines.append(f"| {name} | {row.share:.1%} | {row.kl:.4f} | {ratio} | {row.top1:.3f} | {'yes' if front else ''} |")
+    return lines
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--texts", default=",".join(ALL_TEXTS))
@@ -187,6 +229,8 @@ def main(arguments: Sequence[str]) -> int:
         lines += ["", f"## {direction}", "", f"Map: {mapping.tokens:,} tokens of {len(mapping.texts)} shipped texts; it leaves"]
         lines += [f"{min(left):.0%} to {max(left):.0%} of the difference of rows unexplained on texts left out.", "", *table(found)]
         problems += missed(direction, found)
+        lines += ["", f"### What to recompute, {direction}", ""]
+        lines += profile_table(profiled(source, target, mapping, texts, CACHE / "profiles", say))
     lines += ["", "Targets missed: " + ("; ".join(problems) if problems else "none.")]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{NAME}.md").write_text("\n".join(lines) + "\n")
