@@ -13,6 +13,7 @@ from veloxquant_mlx.metal import _attend
 from veloxquant_mlx.metal._attend import Extras
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._prefill import check_causal, check_plain, key_block, launch, plain_ops, tile_kernel, tiles
+from veloxquant_mlx.metal._prefill_tiles import HALVES, tiled
 
 _KERNEL = tile_kernel(
     "flash_prefill_attend",
@@ -22,6 +23,7 @@ _KERNEL = tile_kernel(
     "KT",
     "VT",
 )
+_TILED = tiled(_KERNEL, "const kvtool::TilePlain<KT, D> keys{k};\n  const kvtool::TilePlain<VT, D> values{v};", (16, 16))
 
 
 def flash_prefill_attend(
@@ -54,4 +56,5 @@ def flash_prefill_attend(
         return plain_ops(q, k, v, scale, options)
     wide = mx.float32 in (k.dtype, v.dtype)
     template = [("KT", k.dtype), ("VT", v.dtype), *key_block(options.dim, 16 if wide else 32)]
-    return launch(_KERNEL, q, scale, (k, v), options, template=template, groups=tiles(options))
+    fast = _TILED if k.dtype == q.dtype and v.dtype in HALVES else None
+    return launch(_KERNEL, q, scale, (k, v), options, template=template, groups=tiles(options), tiled=fast)

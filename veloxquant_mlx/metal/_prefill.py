@@ -12,6 +12,8 @@ from veloxquant_mlx.metal import _attend
 from veloxquant_mlx.metal._attend import Extras, Options
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
 from veloxquant_mlx.metal._kernel import Kernel, Template, dims
+from veloxquant_mlx.metal._prefill_tiles import THREADS as TILED_THREADS
+from veloxquant_mlx.metal._prefill_tiles import Tiled, blocks, fits
 
 MAX_DIM = 128
 ROWS = 32  # queries of a tile
@@ -90,6 +92,7 @@ def launch(
     k_norm: mx.array | None = None,
     k_bias: mx.array | None = None,
     sizes: tuple[int, ...] = (),
+    tiled: Tiled | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Run a prefill kernel.
 
@@ -100,7 +103,13 @@ def launch(
         k_norm: factor of the scores of each key, in place of `options.k_norm`.
         k_bias: (B, H_kv, S_kv), added to the scores.
         sizes: the family's own, in `dims` from 7 on.
+        tiled: the family's kernel on tensor cores, where the keys and values fit it.
     """
+    threads, grid, memory = THREADS, (THREADS * groups, options.batch * options.heads, 1), 0
+    if tiled is not None and fits(q, options):
+        kernel, memory = tiled.kernel, tiled.memory(options.dim)
+        threads, grid = TILED_THREADS, (TILED_THREADS * blocks(options), 1, 1)
+        template = [*template, ("MEMORY", memory)]
     k_norm = options.k_norm if k_norm is None else k_norm
     unused = mx.zeros((8,), mx.float32)
     out, lse = kernel(
@@ -123,10 +132,11 @@ def launch(
             *(("NORM", k_norm is not None), ("BIAS", k_bias is not None), ("VSCALE", options.v_scale is not None)),
             *template,
         ],
-        grid=(THREADS * groups, options.batch * options.heads, 1),
-        threadgroup=(THREADS, 1, 1),
+        grid=grid,
+        threadgroup=(threads, 1, 1),
         output_shapes=[options.out_shape, options.out_shape[:3]],
         output_dtypes=[options.out_dtype if options.rotation is None else mx.float32, mx.float32],
+        shared_memory=memory,
     )
     return _attend.finish(out, lse, options)
 

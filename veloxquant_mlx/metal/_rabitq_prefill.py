@@ -15,6 +15,7 @@ from veloxquant_mlx.metal._attend import Extras, Options
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
 from veloxquant_mlx.metal._prefill import check_heads, key_block, launch, tile_kernel, tiles
+from veloxquant_mlx.metal._prefill_tiles import tiled
 
 MAX_CENTROIDS = 16
 
@@ -25,6 +26,13 @@ _KERNEL = tile_kernel(
   const kvtool::PrefillNibbles<D> values{v_idx, v_cents, dims[7] - 1};""",
     "half",
     "float",
+)
+_TILED = tiled(
+    _KERNEL,
+    """const auto keys = kvtool::tile_signs<D>(q, k_bits);
+  const kvtool::TileNibbles<D> values{v_idx, v_cents, dims[7] - 1};""",
+    (1, 4),
+    table=256 * 32 * 4,
 )
 
 
@@ -98,6 +106,7 @@ def rabitq_prefill_attend(
         k_norm=k_mag,
         k_bias=k_const,
         sizes=(v_cents.shape[0],),
+        tiled=_TILED,
     )
 
 
