@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.cuda_attend_cases import DECODE_CASES
+from tests.cuda_prefill_cases import PREFILL_CASES
 from veloxquant_mlx.metal._kernel import Kernel, Language, _build
 from veloxquant_mlx.selftest.case import Case, Mutation
 from veloxquant_mlx.selftest.cases import CASES
@@ -40,6 +41,17 @@ CUDA_MUTATIONS = (
     Mutation("rabitq_pack_values", "nibbles swapped", "code << (bit - start)", "code << (4 - (bit - start))", ("two", "in-range")),
     Mutation("rabitq_encode", "zero is negative", "v[c][e] >= 0.0f", "v[c][e] > 0.0f", ("d128-integers",)),
     Mutation("rabitq_prefill_attend", "highest bit first", "(byte >> e) & 1", "(byte >> (7 - e)) & 1", ("one-query",)),
+    Mutation(
+        "rabitq_prefill_attend", "tiles: signs of other bits", "minus << (15 - 2 * e) & 0x8000u", "minus << (14 - 2 * e) & 0x8000u",
+        ("tiles: two tiles",),
+    ),
+    Mutation(
+        "rabitq_prefill_attend", "tiles: nibbles swapped", "tile_pair(low * inverse, high * inverse, T())",
+        "tile_pair(high * inverse, low * inverse, T())", ("tiles: two tiles",),
+    ),
+    Mutation(
+        "rabitq_prefill_attend", "tiles: not rescaled", "scale(keep[0], keep[1]);", "scale(1.0f, 1.0f);", ("tiles: scores that grow",),
+    ),
     Mutation("scalar_fused_decode_attend", "zero subtracted", "scale[e], zero[e])", "scale[e], -zero[e])", ("prime",)),
     Mutation(
         "scalar_fused_decode_attend", "decode: weights twice", "*reinterpret_cast<const uint32_t*>(&near) & rest", "0u & rest",
@@ -73,6 +85,16 @@ CUDA_MUTATIONS = (
     ),
     Mutation("rvq_quant_pack", "most significant first", "code1 << (k * BITS)", "code1 << ((PER - 1 - k) * BITS)", ("b2-d64",)),
     Mutation("flash_prefill_attend", "own key not visible", "dims[PREFILL_CAUSAL] ? at + 1", "dims[PREFILL_CAUSAL] ? at", ("two-tiles",)),
+    Mutation("flash_prefill_attend", "tiles: no window", "range.low <= j && j < range.high ?", "j < range.high ?", ("tiles: window",)),
+    Mutation("flash_prefill_attend", "tiles: lift stays in lse", "(sums[m].top[h] - TILE_LIFT)", "sums[m].top[h]", ("tiles: window",)),
+    Mutation(
+        "flash_prefill_attend", "tiles: units of factors mixed", "scale(before * inverse, before * inverse);", "scale(1.0f, 1.0f);",
+        ("tiles: factors that grow",),
+    ),
+    Mutation(
+        "flash_prefill_attend", "tiles: infinite values dropped", "if (!isfinite(value)) {", "if (value != value) {",
+        ("tiles: infinite value",),
+    ),
     Mutation("streaming_prefill_attend", "not rescaled", "sum[r][e] *= keep", "sum[r][e] *= 1.0f", ("one-query",)),
     Mutation("h2o_fused_evict", "gap off by one", "row >= out ? 1 : 0", "row > out ? 1 : 0", ("three-rows", "d32")),
     Mutation("keyformer_fused_evict", "noise subtracted", "__fadd_rn(scores[i],", "__fsub_rn(scores[i],", ("noise-outweighs",)),
@@ -85,7 +107,7 @@ CUDA_MUTATIONS = (
     Mutation("qjl_inner_product", "most significant first", "byte >> t & 1", "byte >> (7 - t) & 1", ("m32",)),
 )
 # fmt: on
-_cases = {case.id: case for case in (*CASES, *DECODE_CASES)}
+_cases = {case.id: case for case in (*CASES, *DECODE_CASES, *PREFILL_CASES)}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Rows for the CUDA kernels of prefill on tensor cores (src/prefill_tiles.cu): heads of 64 and 128, 16-bit queries and results.
 
-Made as the tables' own rows are, oracle and tolerance included, with what 16-bit operands add: a weight is rounded to 2^-12 of itself
-(2^-9 in bfloat16), which moves a result by that much of the largest value at most; entries of a table of values, to halves: 2^-11 of the
-largest. Every row must reach the tile kernel of its function.
+Made as the tables' own rows are, oracle and tolerance included, with what 16-bit operands add: a weight is rounded by 2^-11 of itself at
+most (2^-8 in bfloat16), which moves a result by half as much of the largest value, unless all roundings agree; entries of a table of
+values, to halves: 2^-11 of the largest. Every row must reach the tile kernel of its function.
 """
 
 from dataclasses import replace
@@ -132,3 +132,6 @@ PREFILL_CASES = (
     rabitq("words", rabitq_prefill.words, H=1),
     rabitq("hadamard", lambda g, r: {"out_rotation": signs(r, 128)}, H=1),
 )
+# The ones compiled where there is no GPU: both head sizes, both types, with factors and without.
+_NAMES = ("two tiles", "bfloat16, head of 64", "head of 64", "factors")
+PREFILL_COMPILED = tuple(case for case in PREFILL_CASES if case.name in {f"tiles: {name}" for name in _NAMES})

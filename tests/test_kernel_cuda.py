@@ -20,6 +20,7 @@ import pytest
 
 from tests.cuda_attend_cases import COMPILED
 from tests.cuda_mutations import CUDA_MUTATIONS, cases_of, mutated, reaches
+from tests.cuda_prefill_cases import PREFILL_COMPILED
 from veloxquant_mlx.metal._backend import forced
 from veloxquant_mlx.selftest.case import Case, Mutation
 from veloxquant_mlx.selftest.cases import CASES
@@ -32,6 +33,7 @@ FLAGS = (
     "-std=c++17", "-arch=sm_90", "-cubin", "-Werror", "all-warnings", "-Xcicc", "-O1", "-Xptxas", "-O1",
     "--diag-suppress", "177,186,550",  # unused variables and unsigned < 0: where a template argument makes them so
 )
+GROUP_FLAGS = tuple("-arch=sm_90a" if flag == "-arch=sm_90" else flag for flag in FLAGS)
 MUTANT_FLAGS = tuple({"-cubin": "-ptx", "-O1": "-O0"}.get(flag, flag) for flag in FLAGS)  # no mutant changes what only ptxas reads
 TYPES = {
     mx.bool_: "bool", mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t", mx.uint64: "uint64_t", mx.int8: "int8_t",
@@ -131,7 +133,7 @@ def cuda_dispatches(cases: Iterable[Case]) -> list[Dispatch]:
 def by_function(request: pytest.FixtureRequest) -> dict[str, list[Dispatch]]:
     selected = {item.name for item in request.session.items}
     chosen = [f for f in functions if f"test_cuda_compiles[{f}]" in selected]
-    return {f: cuda_dispatches(case for case in (*CASES, *COMPILED) if case.function == f) for f in chosen}
+    return {f: cuda_dispatches(case for case in (*CASES, *COMPILED, *PREFILL_COMPILED) if case.function == f) for f in chosen}
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,15 @@ def test_cuda_compiles(function: str, by_function: dict[str, list[Dispatch]], al
         problem = compile_text(translation_unit(found))
         if problem is not None:
             pytest.fail(problem, pytrace=False)
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
+def test_products_of_a_warpgroup_compile() -> None:
+    """The text of prefill_group.cu, which only sm_90a has; NVRTC gets that from MLX on Hopper."""
+    there = "#if defined(__CUDA_ARCH__) && !defined(TILE_GROUP)\n#error the products of a warpgroup are not in the text\n#endif\n"
+    problem = compile_text(translation_unit(cuda_dispatches(PREFILL_COMPILED)) + there, GROUP_FLAGS)
+    if problem is not None:
+        pytest.fail(problem, pytrace=False)
 
 
 def changed(mutation: Mutation) -> list[Dispatch]:

@@ -45,7 +45,8 @@ def flash_prefill_attend(
         ValueError: a shape or a size does not fit.
         TypeError: another dtype, or an option that this function does not have.
 
-    Error: products, softmax and sums in float32 (weights are not rounded to 16 bits); one rounding of the output.
+    Error: products, softmax and sums in float32; one rounding of the output. On CUDA, where D is 64 or 128, q and k have one 16-bit
+        dtype, and v and the output 16 bits, weights are rounded to v's dtype: by 2^-11 of themselves at most, 2^-8 in bfloat16.
     """
     name = "flash_prefill_attend"
     check_plain(name, q, k, v, scale, multiple=8)

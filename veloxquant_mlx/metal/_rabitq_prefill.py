@@ -69,7 +69,8 @@ def rabitq_prefill_attend(
         ValueError: a shape or a size does not fit.
         TypeError: another dtype, or an option that this function does not have.
 
-    Error: q . signs is a float32 sum of exact terms; softmax and sums in float32; one rounding of the output.
+    Error: q . signs is a float32 sum of exact terms; softmax and sums in float32; one rounding of the output. On CUDA, where D is 64
+        or 128 and q and the output have 16 bits, weights and entries of `v_cents` are rounded to halves, by 2^-11 of themselves at most.
     """
     name = "rabitq_prefill_attend"
     check_heads(name, q, multiple=8)
