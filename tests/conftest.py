@@ -1,6 +1,6 @@
 """Fixtures shared by the tests, and a header that says what they ran on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,8 +9,11 @@ import pytest
 from formats.calibration import to_bytes
 from kvtool.blas import loaded_openblas
 from kvtool.model import LoadedModel, load_model
+from kvtool.service import tenants
+from kvtool.service.tenants import Tenant
 from tests import store_servers
 from tests.library import calibration_of
+from tests.service_running import HAVE_SERVICE, service
 from tests.smollm2.make import models_at
 from tests.texts import text
 
@@ -62,3 +65,22 @@ def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         pytest.skip("redis-server or the package redis is not installed")
     with store_servers.redis_cluster(tmp_path_factory.mktemp("cluster")) as port:
         yield port
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], tuple[str, str]]]:
+    """Makes a new tenant of a service that all tests share: its address and the tenant's token."""
+    if not HAVE_SERVICE:
+        pytest.skip("the extras serve and remote are not installed")
+    folder = tmp_path_factory.mktemp("served")
+    known: list[Tenant] = []
+    tenants.write(folder / "tenants.json", known)
+
+    def another() -> tuple[str, str]:
+        tenant, token = tenants.made(f"tenant-{len(known)}")
+        known.append(tenant)
+        tenants.write(folder / "tenants.json", known)
+        return running.address, token
+
+    with service(folder / "store", "--tenants", str(folder / "tenants.json")) as running:
+        yield another

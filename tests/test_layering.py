@@ -50,6 +50,8 @@ ALLOWED = {
     },
     "kvtool.tiny.training": {"numpy", "torch", "tokenizers", "safetensors", "mlx", "mlx_lm", "kvtool"},
     "kvtool.store.buckets": {"kvtool", "formats", "obstore"},
+    "kvtool.store.served": {"kvtool", "blake3", "urllib3"},
+    "kvtool.service": {"kvtool", "formats", "blake3", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"},
     "kvtool.store.valkey": {"kvtool", "formats", "redis"},
     "kvtool.store.sealed": {"kvtool", "formats", "cryptography"},
     "kvtool": {"numpy", "mlx", "mlx_lm", "click", "blake3", "huggingface_hub", "jinja2", "formats", "veloxquant_mlx", "kvtool"},

@@ -1,4 +1,4 @@
-"""The laws of `Objects`, of every back end: folder, S3, Redis, a Redis cluster, encrypted ones, local copies."""
+"""The laws of `Objects`, of every back end: folder, S3, Redis, a Redis cluster, a service, encrypted ones, local copies."""
 
 import hashlib
 import os
@@ -14,10 +14,11 @@ import pytest
 from kvtool.store.folder import Folder
 from kvtool.store.local_copy import LocalCopy
 from kvtool.store.objects import Missing, Objects
+from kvtool.store.served import Served
 from tests import store_servers
 
 KEY = bytes(range(32))
-BACK_ENDS = ("folder", "s3", "redis", "redis-cluster", "encrypted-folder", "encrypted-s3", "copied-redis")
+BACK_ENDS = ("folder", "s3", "redis", "redis-cluster", "encrypted-folder", "encrypted-s3", "copied-redis", "served", "encrypted-served")
 # Around the sizes at which parts and segments end.
 SIZES = (0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (8 << 20) + 1, 20_000_000)
 BAD_NAMES = (
@@ -57,6 +58,8 @@ def make(kind: str, fixture: Callable[[str], int], tmp_path: Path, monkeypatch: 
         return LocalCopy(inner, tmp_path / "copies", check=lambda path: None)
     if kind == "folder":
         return Folder(tmp_path / "store")
+    if kind == "served":
+        return Served(*fixture("served")())
     # What one test writes another does not see.
     own = hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]
     if kind == "s3":

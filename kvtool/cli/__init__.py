@@ -34,6 +34,8 @@ COMMANDS = {
     "profile": "kvtool.cli.profile",
     "join": "kvtool.cli.join",
     "store": "kvtool.cli.store",
+    "serve": "kvtool.cli.serve",
+    "tenants": "kvtool.cli.tenants",
     "inspect": "kvtool.cli.inspect",
     "explain": "kvtool.cli.explain",
     "check": "kvtool.cli.check",

@@ -1,4 +1,4 @@
-"""Where a store is: a folder, an object store, a Valkey or Redis server, each with encryption or without; by the form of the address."""
+"""Where a store is: a folder, a service, an object store, a Valkey or Redis server; each with encryption or without; by its address."""
 
 import importlib
 import importlib.util
@@ -18,6 +18,7 @@ from kvtool.store.objects import Objects
 # scheme: module, class, the package it needs, the extra that installs it
 _REMOTE = {
     **dict.fromkeys(("s3", "gs", "az"), ("kvtool.store.buckets", "Buckets", "obstore", "s3")),
+    **dict.fromkeys(("http", "https"), ("kvtool.store.served", "Served", "urllib3", "remote")),
     **dict.fromkeys(("redis", "rediss", "valkey", "valkeys"), ("kvtool.store.valkey", "Valkey", "redis", "valkey")),
 }
 
@@ -32,7 +33,7 @@ def open_objects(
     """The back end at an address.
 
     Args:
-        where: a folder, or s3://, gs://, az://, redis://, rediss://, valkey://, valkeys:// (see `buckets`, `valkey`).
+        where: a folder, http(s):// of `kvtool serve`, s3://, gs://, az://, redis(s):// or valkey(s):// (see `served`, `buckets`, `valkey`).
         key_file: encrypt with the key in this file; $KVTOOL_STORE_KEY where it is not given.
         local: folder for copies of what is elsewhere or encrypted, to be mapped. Where it is not given: one of this address in kvtool's
             cache folder, or of encrypted objects a private one that is gone when this process ends.

@@ -62,16 +62,19 @@ def matches(
         if space.name in avoid or (only is not None and space.key != only) or not space.same_model(model.info):
             continue
         same, dtype = space.about["layers"] == here, space.about["model"]["dtype"] == model.info.dtype
-        nodes = _chain(objects, space, ids[:longest], avoid)
-        lines = [nodes] if nodes else []
-        if ends:
-            lines += _ends(objects, space, nodes, ids[:longest], avoid)
-        for line in lines:
+        for line in lines(objects, space, ids[:longest], ends, avoid):
             usable = min(line[-1].stop, len(ids) - 1)
             if usable > 0:
                 weight = (objects.size(line[0].name) or 0) / line[0].tokens
                 found.append(((usable, same, dtype, weight), Match(space, tuple(line), usable, not same)))
     return [match for _, match in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def lines(objects: Objects, space: Space, ids: Sequence[int], ends: bool = True, avoid: frozenset[str] = frozenset()) -> list[list[Node]]:
+    """Objects of a space that hold a beginning of these tokens, in order: its chunks, and with `ends` each line that goes on to an end."""
+    nodes = _chain(objects, space, ids, avoid)
+    found = [nodes] if nodes else []
+    return [*found, *_ends(objects, space, nodes, ids, avoid)] if ends else found
 
 
 def _chain(objects: Objects, space: Space, ids: Sequence[int], avoid: frozenset[str]) -> list[Node]:

@@ -62,6 +62,7 @@ class Listed:
     """One object with rows.
 
     Attributes:
+        name: of the object.
         id, kind: "chunk", or "tail": the end of a prompt.
         model, codec: names; "unknown" where what says them is gone.
         start, tokens: its rows.
@@ -70,6 +71,7 @@ class Listed:
         leaf: whether nothing follows it.
     """
 
+    name: str
     id: str
     kind: str
     model: str
@@ -374,7 +376,7 @@ class Store:
             node, space = held.node, spaces.get(catalogue.space(held.node) or "")
             model, codec = ("unknown", "unknown") if space is None else (self.known.model_name(space.weights), space.codec)
             kind, pinned, leaf = "tail" if node.tail else "chunk", node.id in catalogue.pinned, not catalogue.after(node)
-            listed.append(Listed(node.id, kind, model, codec, node.start, node.tokens, held.size, held.used, pinned, leaf))
+            listed.append(Listed(node.name, node.id, kind, model, codec, node.start, node.tokens, held.size, held.used, pinned, leaf))
         return sorted(listed, key=lambda one: (one.model, one.codec, one.start, one.id))
 
     def stats(self) -> dict[str, Any]:

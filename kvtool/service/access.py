@@ -1,0 +1,70 @@
+"""Who asks, and whether they may."""
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from kvtool.service.errors import Refused
+from kvtool.service.partition import Partition
+from kvtool.service.state import State
+from kvtool.service.tenants import Tenant
+
+_bearer = HTTPBearer(auto_error=False, description="A token of `kvtool tenants add`.")
+
+
+def state_of(request: Request) -> State:
+    """What this service was started with."""
+    state: State = request.app.state.kvtool
+    return state
+
+
+def tenant_of(
+    request: Request,
+    state: Annotated[State, Depends(state_of)],
+    given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> Tenant:
+    """The tenant whose token the request carries.
+
+    Raises:
+        Refused: 401.
+    """
+    tenant = state.anyone if state.tenants is None else state.tenants.of(given.credentials) if given is not None else None
+    if tenant is None:
+        raise Refused(
+            401, "a known bearer token is needed", hint="send Authorization: Bearer TOKEN", headers={"WWW-Authenticate": "Bearer"}
+        )
+    request.state.tenant = tenant.name
+    return tenant
+
+
+Known = Annotated[Tenant, Depends(tenant_of)]
+Its = Annotated[State, Depends(state_of)]
+
+
+def _with(right: str, tenant: Tenant) -> None:
+    if right not in tenant.rights:
+        raise Refused(403, f"this token may not {right}", hint=f"it may {' and '.join(tenant.rights)}")
+
+
+def reading(tenant: Known, state: Its) -> Partition:
+    """The objects of a tenant who may read."""
+    _with("read", tenant)
+    return state.partition(tenant)
+
+
+def writing(tenant: Known, state: Its) -> Partition:
+    """The objects of a tenant who may write."""
+    _with("write", tenant)
+    return state.partition(tenant)
+
+
+def operating(tenant: Known) -> Tenant:
+    """A tenant who may see figures of the whole service."""
+    _with("operate", tenant)
+    return tenant
+
+
+Reads = Annotated[Partition, Depends(reading)]
+Writes = Annotated[Partition, Depends(writing)]
+Operates = Annotated[Tenant, Depends(operating)]

@@ -1,0 +1,157 @@
+"""The service: objects of a store over HTTP, by tenant.
+
+GET  /                       a page about what is stored
+GET  /health                 200 while it answers
+GET  /metrics                for Prometheus; tokens with the right `operate`
+GET  /openapi.json           every route below
+GET  /v1/tenant              who the token belongs to, and the salt of its prompts' keys
+/v1/objects/...              objects by name: objects_routes
+/v1/lookup, explain, entries, stats     prompts: prompts_routes
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Response
+from pydantic import BaseModel
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtool.service import errors, objects_routes, prompts_routes
+from kvtool.service.access import Its, Known, Operates
+from kvtool.service.state import State
+from kvtool.version import __version__
+
+logger = logging.getLogger("kvtool.service")
+
+# The page runs its own script and talks to its own service, whatever a name of a model may hold.
+GUARDS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+class Own(BaseModel):
+    """A tenant, as it sees itself."""
+
+    name: str
+    salt: str
+    rights: list[str]
+
+
+class Health(BaseModel):
+    """That it answers, and with which version."""
+
+    status: str
+    version: str
+
+
+def make_app(state: State) -> FastAPI:
+    """The service as an ASGI application."""
+    app = FastAPI(title="kvtool", version=__version__, summary="A store of prompt caches", docs_url=None, redoc_url=None)
+    app.state.kvtool = state
+    errors.install(app)
+    app.include_router(objects_routes.router)
+    app.include_router(prompts_routes.router)
+    page = files("kvtool.service").joinpath("page.html").read_bytes()
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        """The page, which holds nothing of anybody: it asks for a token and shows what that may see."""
+        return Response(page, media_type="text/html; charset=utf-8", headers=GUARDS)
+
+    @app.get("/health", tags=["service"])
+    async def health() -> Health:
+        """Whether the service answers."""
+        return Health(status="ok", version=__version__)
+
+    @app.get("/metrics", tags=["service"], response_class=Response)
+    async def metrics(tenant: Operates, its: Its) -> Response:
+        """Figures in Prometheus' text format."""
+        return Response(its.figures.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/tenant", tags=["service"])
+    async def tenant(tenant: Known) -> Own:
+        """Who the token belongs to."""
+        return Own(name=tenant.name, salt=tenant.salt, rights=list(tenant.rights))
+
+    app.add_middleware(Watched, state=state)
+    return app
+
+
+class Watched:
+    """Limits bodies, counts and logs each request as one JSON object; no token and no token id is ever logged."""
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        figures, start, request_id = self._state.figures, time.perf_counter(), secrets.token_hex(8)
+        status, sent = 0, 0
+        scope.setdefault("state", {})
+
+        async def sending(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", request_id.encode())]}
+            sent += len(message.get("body", b""))
+            await send(message)
+
+        figures.running.inc()
+        try:
+            body = receive if scope["method"] == "PUT" else await self._small(scope, receive)
+            if body is None:
+                refusal = errors.answer(413, f"more than {self._state.limits.json_bytes} bytes", headers={"Connection": "close"})
+                await refusal(scope, receive, sending)
+            else:
+                await self._app(scope, body, sending)
+        finally:
+            figures.running.dec()
+            taken = time.perf_counter() - start
+            route = getattr(scope.get("route"), "path", "none")
+            figures.requests.labels(route, scope["method"] if route != "none" else "other", str(status)).inc()
+            figures.seconds.labels(route).observe(taken)
+            if logger.isEnabledFor(logging.INFO):
+                about: dict[str, Any] = {
+                    "id": request_id,
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "ms": round(1000 * taken, 2),
+                    "bytes": sent,
+                    "tenant": scope["state"].get("tenant"),
+                    "client": (scope.get("client") or ("",))[0],
+                }
+                logger.info("%s", json.dumps(about))
+
+    async def _small(self, scope: Scope, receive: Receive) -> Receive | None:
+        """A whole body that is within its limit, to be read again; None beyond it. Bodies of objects (PUT) have a limit of their own."""
+        parts: list[Message] = []
+        size = 0
+        while not parts or parts[-1].get("more_body", False):
+            try:
+                async with asyncio.timeout(self._state.limits.idle_seconds):
+                    message = await receive()
+            except TimeoutError:
+                message = {"type": "http.disconnect"}
+            parts.append(message)
+            size += len(message.get("body", b""))
+            if size > self._state.limits.json_bytes:
+                return None
+        left = iter(parts)
+
+        async def again() -> Message:
+            return next(left, None) or await receive()
+
+        return again

@@ -1,0 +1,73 @@
+"""One tenant's objects among those of all: the same names for everybody, under a folder that is the tenant's own."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvtool.store.objects import Entry, Missing, Objects, check_name
+
+
+class Partition:
+    """See `Objects`.
+
+    Args:
+        objects: what holds the objects of all.
+        folder: the part that is this one's, such as "tenants/4f0a".
+        name_key: 32 bytes that the names of its objects are made with.
+    """
+
+    def __init__(self, objects: Objects, folder: str, name_key: bytes) -> None:
+        self._objects = objects
+        self._prefix = check_name(folder) + "/"
+        self._name_key = name_key
+
+    def __repr__(self) -> str:
+        return f"Partition({self._objects!r}, {self._prefix!r})"
+
+    @property
+    def name_key(self) -> bytes | None:
+        return self._name_key
+
+    @property
+    def scratch(self) -> Path:
+        return self._objects.scratch
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        try:
+            return self._objects.read(self._full(name), start, length)
+        except Missing:
+            raise Missing(name) from None
+
+    def path(self, name: str) -> Path | None:
+        return self._objects.path(self._full(name))
+
+    def write(self, name: str, source: Path | bytes) -> bool:
+        return self._objects.write(self._full(name), source)
+
+    def size(self, name: str) -> int | None:
+        return self._objects.size(self._full(name))
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        return self._objects.sizes([self._full(name) for name in names])
+
+    def names(self, prefix: str = "") -> Iterator[Entry]:
+        for entry in self._objects.names(self._prefix + prefix):
+            yield Entry(entry.name[len(self._prefix) :], entry.size, entry.used)
+
+    def remove(self, name: str) -> bool:
+        return self._objects.remove(self._full(name))
+
+    def touch(self, *names: str) -> None:
+        self._objects.touch(*(self._full(name) for name in names))
+
+    def unfinished(self) -> int:
+        return self._objects.unfinished()
+
+    def sweep(self) -> int:
+        return self._objects.sweep()
+
+    def close(self) -> None:
+        pass  # what holds the objects of all goes on
+
+    def _full(self, name: str) -> str:
+        # Checked before the folder is put in front: "../x" is no name of a part.
+        return self._prefix + check_name(name)

@@ -1,0 +1,75 @@
+"""Running the service until it is stopped."""
+
+import logging
+import signal
+import sys
+
+import uvicorn
+
+from kvtool.service.app import make_app
+from kvtool.service.keeping import Keeping
+from kvtool.service.state import State
+
+
+def serve(
+    state: State,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8700,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    grace: int = 30,
+) -> None:
+    """Listen until SIGTERM or SIGINT; requests under way then end first.
+
+    Args:
+        state: what is served, and to whom; its objects are closed at the end.
+        tls_cert, tls_key: files, PEM.
+        grace: seconds that requests under way may take to end.
+    """
+    app = make_app(state)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access = logging.getLogger("kvtool.service")
+    access.handlers, access.propagate = [handler], False
+    access.setLevel(logging.INFO)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=grace,
+        ssl_certfile=tls_cert,
+        ssl_keyfile=tls_key,
+    )
+    server = Announcing(config, "https" if tls_cert else "http")
+    # uvicorn raises the signal that stopped it once more at the end: this was a stop that was asked for.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with Keeping(state):
+            server.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    state.objects.close()
+    if not server.started:
+        raise OSError(f"cannot listen at {host}:{port}; the log above says why")
+
+
+class Announcing(uvicorn.Server):
+    """Says where it listens once it does: of port 0 nobody else knows."""
+
+    def __init__(self, config: uvicorn.Config, scheme: str) -> None:
+        super().__init__(config)
+        self._scheme = scheme
+
+    async def startup(self, sockets: object = None) -> None:
+        await super().startup(sockets)  # type: ignore[arg-type]
+        for server in self.servers:
+            for socket in server.sockets:
+                address, port = socket.getsockname()[:2]
+                place = f"[{address}]" if ":" in address else address
+                print(f"listening at {self._scheme}://{place}:{port}", file=sys.stderr, flush=True)

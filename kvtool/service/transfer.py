@@ -1,0 +1,156 @@
+"""Bytes of objects between a connection and a back end, without holding an object in memory."""
+
+import asyncio
+import os
+import re
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from blake3 import blake3
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from kvtool.store.objects import Missing, Objects
+
+PART = 1 << 20  # as large as pays on loopback; a connection holds two of them
+GATHERED = 4 << 20
+EARLY = 32 << 20  # from here on the disk writes while the rest is received
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+class TooLarge(ValueError):
+    """A body beyond its limit."""
+
+
+class Unlike(ValueError):
+    """A body that is not what was announced."""
+
+
+class Stalled(OSError):
+    """Nothing moved for too long."""
+
+
+async def received(request: Request, folder: Path, limit: int, idle: float, digest: str | None) -> tuple[Path, int]:
+    """Write a request's body to a file.
+
+    Args:
+        folder: where the file is made.
+        limit: most bytes that are taken.
+        idle: seconds that the next bytes may take.
+        digest: blake3 of the body, hex, or None where none was announced.
+    Returns:
+        The file, which is the caller's to use or to remove, and its size.
+    Raises:
+        TooLarge, Unlike, Stalled, OSError: nothing is left behind.
+    """
+    path = folder / f"{secrets.token_hex(8)}.part"
+    fd = await run_in_threadpool(os.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    hashed = blake3()
+    size = flushed = 0
+    writing: asyncio.Task[None] | None = None
+
+    def put(parts: list[bytes]) -> None:
+        nonlocal flushed
+        for part in parts:
+            view = memoryview(part)
+            while len(view):
+                view = view[os.write(fd, view) :]
+            if digest is not None:
+                hashed.update(part)
+        done = os.lseek(fd, 0, os.SEEK_CUR)
+        if done - flushed >= EARLY:
+            os.fdatasync(fd) if hasattr(os, "fdatasync") else os.fsync(fd)
+            flushed = done
+
+    try:
+        gathered: list[bytes] = []
+        waiting = 0
+        stream = request.stream()
+        while True:
+            part = await _next(stream, idle)
+            if part is not None:
+                size += len(part)
+                if size > limit:
+                    raise TooLarge(f"more than {limit} bytes")
+                gathered.append(part)
+                waiting += len(part)
+            if gathered and (part is None or waiting >= GATHERED):
+                if writing is not None:
+                    await writing
+                writing = asyncio.ensure_future(run_in_threadpool(put, gathered))
+                gathered, waiting = [], 0
+            if part is None:
+                break
+        if writing is not None:
+            await writing
+        announced = request.headers.get("content-length")
+        if announced is not None and int(announced) != size:
+            raise Unlike(f"{size} bytes where {announced} were announced")
+        if digest is not None and hashed.hexdigest() != digest:
+            raise Unlike(f"blake3 {hashed.hexdigest()} where {digest} was announced")
+        return path, size
+    except BaseException:
+        if writing is not None:
+            await asyncio.wait([writing])
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+async def _next(stream: AsyncIterator[bytes], idle: float) -> bytes | None:
+    """The next bytes of a body, None after the last."""
+    try:
+        async with asyncio.timeout(idle):
+            return await anext(stream, None)
+    except TimeoutError:
+        raise Stalled(f"nothing was received for {idle:g} s") from None
+
+
+async def sent(objects: Objects, name: str, begin: int, end: int) -> AsyncIterator[bytes]:
+    """Bytes [begin, end) of an object.
+
+    Raises:
+        Missing: the object went away before its first byte; OSError: it went away after that, so that the answer breaks off.
+    """
+    path = objects.path(name)
+    try:
+        fd = -1 if path is None else await run_in_threadpool(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Missing(name) from None
+    try:
+        position = begin
+        while position < end:
+            length = min(PART, end - position)
+            if fd >= 0:
+                part = await run_in_threadpool(os.pread, fd, length, position)
+            else:
+                part = await run_in_threadpool(objects.read, name, position, length)
+            if not part:
+                raise OSError(f"{name} ends at {position} of {end} bytes")
+            yield part
+            position += len(part)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def span(header: str | None, size: int) -> tuple[int, int] | None:
+    """[begin, end) that a Range header asks for, None for all; a header of any other form than one range of bytes is as none.
+
+    Raises:
+        ValueError: it asks for nothing that is there.
+    """
+    match = _RANGE.fullmatch(header.strip()) if header is not None else None
+    if match is None or match[1] == match[2] == "":
+        return None
+    if match[1] == "":
+        begin, end = max(0, size - int(match[2])), size
+    else:
+        begin, end = int(match[1]), min(size, int(match[2]) + 1 if match[2] else size)
+    if match[2] and match[1] and int(match[2]) < int(match[1]):
+        return None
+    if begin >= end:
+        raise ValueError(f"range {match[0]} of {size} bytes")
+    return begin, end

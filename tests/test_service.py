@@ -1,0 +1,529 @@
+"""The service: who may do what, bodies that lie, stall or are too large, nothing half-written, and prompts that are found."""
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from importlib import import_module
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+pytest.importorskip("fastapi", reason="the extra serve is not installed")
+from fastapi.testclient import TestClient
+
+import kvtool
+from formats.errors import FormatError
+from kvtool.cli import run
+from kvtool.service import tenants as tenants_file
+from kvtool.service.app import make_app
+from kvtool.service.keeping import Keeping
+from kvtool.service.settings import Limits
+from kvtool.service.state import State
+from kvtool.service.tenants import Tenant, Tenants, made
+from kvtool.store.folder import Folder
+from kvtool.store.served import Served
+from kvtool.store.store import Store
+from tests.library import ids, tiny
+from tests.service_running import service
+
+ANA, ANAS = made("ana")
+BOB, BOBS = made("bob", ["read", "operate"])
+CHUNK = 64
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> State:
+    return State(
+        Folder(tmp_path / "store"), Tenants([ANA, BOB]), Limits(object_bytes=100_000, json_bytes=10_000, tokens=5000, idle_seconds=0.5)
+    )
+
+
+@pytest.fixture
+def client(state: State) -> Iterator[TestClient]:
+    with TestClient(make_app(state), raise_server_exceptions=False) as client:
+        client.headers.update(bearer(ANAS))
+        yield client
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+# --- who
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/tenant"),
+        ("GET", "/v1/objects"),
+        ("GET", "/v1/objects/a"),
+        ("HEAD", "/v1/objects/a"),
+        ("PUT", "/v1/objects/a"),
+        ("DELETE", "/v1/objects/a"),
+        ("POST", "/v1/objects/sizes"),
+        ("POST", "/v1/objects/used"),
+        ("POST", "/v1/lookup"),
+        ("POST", "/v1/explain"),
+        ("GET", "/v1/entries"),
+        ("GET", "/v1/stats"),
+        ("GET", "/metrics"),
+    ],
+)
+def test_nothing_without_a_token(client: TestClient, tmp_path: Path, method: str, path: str) -> None:
+    for headers in ({}, bearer("kvt_wrong"), bearer(ANAS[:-1]), bearer(""), {"Authorization": f"Basic {ANAS}"}, {"Authorization": ANAS}):
+        client.headers.pop("Authorization", None)
+        answer = client.request(method, path, headers=headers)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", headers
+    assert not files(tmp_path)
+
+
+def test_rights(client: TestClient) -> None:
+    assert client.put("/v1/objects/a", content=b"x").status_code == 201
+    for method, path in (("PUT", "/v1/objects/b"), ("DELETE", "/v1/objects/a")):
+        answer = client.request(method, path, headers=bearer(BOBS))
+        assert answer.status_code == 403 and "may not write" in answer.json()["error"]["what"]
+    assert client.get("/metrics").status_code == 403
+    assert client.get("/metrics", headers=bearer(BOBS)).status_code == 200
+
+
+def test_one_tenant_sees_nothing_of_another(client: TestClient, state: State) -> None:
+    cat, cats = made("cat")
+    state.tenants = Tenants([ANA, cat])
+    client.put("/v1/objects/chunks/a", content=b"mine")
+    theirs = bearer(cats)
+    for method in ("GET", "HEAD", "DELETE"):
+        assert client.request(method, "/v1/objects/chunks/a", headers=theirs).status_code == 404
+    assert client.get("/v1/objects", headers=theirs).json() == {"objects": [], "next": None}
+    assert client.post("/v1/objects/sizes", json={"names": ["chunks/a"]}, headers=theirs).json() == {"sizes": [None]}
+    assert client.put("/v1/objects/chunks/a", content=b"theirs", headers=theirs).status_code == 201
+    assert client.get("/v1/objects/chunks/a").content == b"mine"
+    # Not by way of the folder that a tenant's objects lie in either.
+    for name in (f"{ANA.folder}/chunks/a", f"../{ANA.folder.split('/')[1]}/chunks/a"):
+        assert client.get(f"/v1/objects/{name}", headers=theirs).status_code in (404, 422)
+    assert client.get("/v1/tenant").json()["salt"] != client.get("/v1/tenant", headers=theirs).json()["salt"]
+
+
+def test_a_file_of_tenants_is_followed(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    tenants_file.write(file, [ANA])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and ANAS not in file.read_text()
+    known = Tenants(file=file)
+    assert known.of(ANAS) == ANA and known.of(BOBS) is None
+    tenants_file.write(file, [BOB])
+    assert known.of(ANAS) is None and known.of(BOBS) == BOB
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "[]",
+        '{"version": 2, "tenants": []}',
+        '{"version": 1}',
+        '{"version": 1, "tenants": [{"name": "a", "token": "00", "salt": "00", "rights": ["read"]}]}',
+        json.dumps({"version": 1, "tenants": [{"name": "a", "token": "0" * 64, "salt": "0" * 64, "rights": ["rule"]}]}),
+        json.dumps({"version": 1, "tenants": [{"name": "a", "token": "0" * 64, "salt": "0" * 64, "rights": ["read"]}] * 2}),
+    ],
+)
+def test_what_is_no_file_of_tenants(tmp_path: Path, body: str) -> None:
+    file = tmp_path / "tenants.json"
+    file.write_text(body)
+    with pytest.raises(FormatError, match="not a file of tenants"):
+        tenants_file.read(file)
+
+
+def test_tenants_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "tenants.json")
+    assert run(["tenants", "add", "ana", "--file", file]) == 0
+    token = capsys.readouterr().out.strip()
+    assert token.startswith("kvt_") and Tenants(file=Path(file)).of(token)
+    assert run(["tenants", "add", "ana", "--file", file]) == 1
+    assert run(["tenants", "add", "no/name", "--file", file]) != 0
+    assert run(["tenants", "add", "op", "--may", "operate", "--file", file, "--json"]) == 0
+    capsys.readouterr()
+    assert run(["tenants", "ls", "--file", file]) == 0
+    assert "ana  read write" in (listed := capsys.readouterr().out) and "op  operate" in listed and token not in listed
+    assert run(["tenants", "rm", "ana", "--file", file]) == 0
+    assert Tenants(file=Path(file)).of(token) is None
+    assert run(["tenants", "rm", "ana", "--file", file]) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--host", "0.0.0.0"], "give --tenants FILE"),
+        (["--host", "0.0.0.0", "--no-tokens"], "give --tenants FILE"),
+        (["--host", "example.org", "--no-tokens"], "give --tenants FILE"),
+        (["--tls-cert", __file__], "go together"),
+    ],
+)
+def test_open_doors_are_refused(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", *args]) == 2
+    assert said in capsys.readouterr().err
+
+
+# --- objects
+
+
+def test_objects(client: TestClient) -> None:
+    data = bytes(range(256)) * 300
+    assert client.put("/v1/objects/a/b", content=data, headers={"X-Content-Blake3": blake3(data).hexdigest()}).status_code == 201
+    assert client.put("/v1/objects/a/b", content=b"other").json() == {"made": False}
+    head, whole = client.head("/v1/objects/a/b"), client.get("/v1/objects/a/b")
+    assert whole.content == data and head.headers["content-length"] == whole.headers["content-length"] == str(len(data))
+    assert client.get("/v1/objects/a/b", headers={"If-None-Match": whole.headers["etag"]}).status_code == 304
+    listed = client.get("/v1/objects", params={"prefix": "a/"}).json()["objects"]
+    assert [(one["name"], one["size"]) for one in listed] == [("a/b", len(data))]
+    assert client.delete("/v1/objects/a/b").status_code == 204 and client.get("/v1/objects/a/b").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("header", "status", "part"),
+    [
+        ("bytes=0-0", 206, slice(0, 1)),
+        ("bytes=5-", 206, slice(5, None)),
+        ("bytes=-7", 206, slice(-7, None)),
+        ("bytes=990-5000", 206, slice(990, None)),
+        ("bytes=-5000", 206, slice(0, None)),
+        ("bytes=1000-", 416, slice(0)),
+        ("bytes=-0", 416, slice(0)),
+        # Of a form that is not known the whole is the right answer.
+        ("bytes=7-5", 200, slice(0, None)),
+        ("bytes=1-2,4-5", 200, slice(0, None)),
+        ("lines=1-2", 200, slice(0, None)),
+        ("bytes=-", 200, slice(0, None)),
+    ],
+)
+def test_ranges(client: TestClient, header: str, status: int, part: slice) -> None:
+    data = os.urandom(1000)
+    client.put("/v1/objects/a", content=data)
+    answer = client.get("/v1/objects/a", headers={"Range": header})
+    assert answer.status_code == status
+    if status == 416:
+        assert answer.headers["content-range"] == "bytes */1000"
+        return
+    assert answer.content == data[part] and answer.headers["content-length"] == str(len(data[part]))
+    if status == 206:
+        start = range(1000)[part].start
+        assert answer.headers["content-range"] == f"bytes {start}-{start + len(data[part]) - 1}/1000"
+
+
+@pytest.mark.parametrize("name", ["%2e%2e/x", "a/%2e%2e/b", "A", "a%20b", "a%00", "a//b", "a/", ".a", "a" * 200, "%2Fetc%2Fpasswd", "a\\b"])
+def test_odd_names(client: TestClient, tmp_path: Path, name: str) -> None:
+    for method in ("GET", "PUT", "DELETE"):
+        answer = client.request(method, f"/v1/objects/{name}", content=b"x")
+        assert answer.status_code in (404, 405, 422) and "error" in answer.json(), (method, answer.status_code)
+    assert client.post("/v1/objects/sizes", json={"names": ["../x"]}).status_code == 422
+    assert not files(tmp_path)
+
+
+def test_listing_in_pages(client: TestClient, state: State) -> None:
+    for i in range(7):
+        state.partition(ANA).write(f"p/{i}", b"x" * i)
+    names, after = [], ""
+    while after is not None:
+        page = client.get("/v1/objects", params={"limit": 3, "after": after, "prefix": "p"}).json()
+        names += [one["name"] for one in page["objects"]]
+        after = page["next"]
+    assert names == [f"p/{i}" for i in range(7)]
+
+
+# --- bodies
+
+
+def test_bodies_that_are_not_what_they_say(client: TestClient, tmp_path: Path) -> None:
+    answer = client.put("/v1/objects/a", content=b"x", headers={"X-Content-Blake3": "0" * 64})
+    assert answer.status_code == 400 and "announced" in answer.json()["error"]["what"]
+    assert client.put("/v1/objects/a", content=b"x", headers={"X-Content-Blake3": "no"}).status_code == 422
+    assert client.put("/v1/objects/a", content=b"x" * 100_001).status_code == 413
+    assert client.put("/v1/objects/a", content=iter([b"x" * 60_000] * 2)).status_code == 413
+    assert not files(tmp_path)
+    assert client.put("/v1/objects/a", content=iter([b"x" * 50_000] * 2)).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/lookup", b'{"tokens": [' + b"1," * 10_000 + b"1]}", 413),
+        ("/v1/lookup", b'{"tokens": [' + b"1," * 4000, 422),
+        ("/v1/lookup", json.dumps({"tokens": [1] * 3000}).encode()[:-1] + b"}", 200),
+        ("/v1/lookup", b'{"tokens": [-1]}', 422),
+        ("/v1/lookup", b'{"tokens": [4294967296]}', 422),
+        ("/v1/lookup", b'{"tokens": [1.5]}', 422),
+        ("/v1/lookup", b'{"tokens": "12"}', 422),
+        ("/v1/lookup", b"\xff\xfe", 422),
+        ("/v1/lookup", b"", 422),
+        ("/v1/explain", b'{"weights": "../x"}', 422),
+        ("/v1/objects/sizes", b'{"names": [[[[[[[[]]]]]]]]}', 422),
+        ("/v1/objects/used", b'{"names": ["a"]}', 204),
+    ],
+)
+def test_json_bodies(client: TestClient, path: str, body: bytes, status: int) -> None:
+    answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert status in (200, 204) or answer.json()["error"]["what"]
+
+
+def test_bodies_without_announced_length_are_bounded(client: TestClient) -> None:
+    answer = client.post("/v1/lookup", content=iter([b"[" * 5000] * 3), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_a_full_and_a_failing_disk(client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, status in ((errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 503)):
+
+        def fail(fd: int, code: int = code) -> None:
+            raise OSError(code, os.strerror(code), "/secret/place")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            answer = client.put("/v1/objects/a", content=b"x")
+        assert answer.status_code == status and "secret" not in answer.text
+        assert not files(tmp_path)
+    assert client.put("/v1/objects/a", content=b"x").status_code == 201
+
+
+# --- on a socket
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    folder = tmp_path_factory.mktemp("service")
+    tenants_file.write(folder / "tenants.json", [ANA, BOB])
+    with service(folder / "store", "--tenants", str(folder / "tenants.json")) as found:
+        yield found, folder
+
+
+def raw(port: int, head: str, body: bytes = b"") -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port), timeout=20)
+    sock.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
+    return sock
+
+
+def test_a_client_that_goes_away_leaves_nothing(running: tuple[Any, Path]) -> None:
+    found, folder = running
+    sock = raw(
+        found.port, f"PUT /v1/objects/gone HTTP/1.1\nHost: x\nAuthorization: Bearer {ANAS}\nContent-Length: 1000000\n", b"x" * 500_000
+    )
+    deadline = time.monotonic() + 10
+    while not files(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert files(folder), "the body was never received"
+    sock.close()
+    while files(folder) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not files(folder)
+
+
+def test_a_body_longer_than_its_length_is_no_second_request(running: tuple[Any, Path]) -> None:
+    found, _ = running
+    head = f"PUT /v1/objects/short HTTP/1.1\nHost: x\nAuthorization: Bearer {ANAS}\nContent-Length: 3\nConnection: close\n"
+    with raw(found.port, head, b"abcdef") as sock:
+        answer = b""
+        while data := sock.recv(1 << 16):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 201") and answer.count(b"HTTP/1.1") == 1
+    assert Served(found.address, ANAS).read("short") == b"abc"
+    Served(found.address, ANAS).remove("short")
+
+
+def test_a_client_of_the_store(running: tuple[Any, Path]) -> None:
+    found, _ = running
+    served = Served(found.address, ANAS)
+    assert served.name_key == bytes.fromhex(ANA.salt)
+    with pytest.raises(PermissionError, match="bearer token"):
+        Served(found.address, "kvt_wrong").size("a")
+    with pytest.raises(PermissionError, match="may not write"):
+        Served(found.address, BOBS).write("a", b"x")
+    for address in ("http://u:p@127.0.0.1:1", "http://127.0.0.1:1/?x=1", "ftp://x", "http://"):
+        with pytest.raises(ValueError, match="must be http"):
+            Served(address)
+
+
+def test_stop_lets_requests_end(tmp_path: Path) -> None:
+    """SIGTERM while an object is sent: it is sent to its end, and the process ends by itself."""
+    data = os.urandom(30_000_000)
+    with service(tmp_path / "store", "--no-tokens") as found:
+        Served(found.address).write("big", data)
+        with raw(found.port, "GET /v1/objects/big HTTP/1.1\nHost: x\n") as sock:
+            got = sock.recv(1000)
+            found.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            while len(got) < len(data) and (more := sock.recv(1 << 20)):
+                got += more
+        assert got.endswith(data[-1000:])
+        assert found.process.wait(20) == 0
+
+
+def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = _certificate(tmp_path)
+    with service(tmp_path / "store", "--no-tokens", "--tls-cert", str(certificate), "--tls-key", str(key)) as found:
+        assert found.address.startswith("https://")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert Served(found.address).write("a", b"x") and Served(found.address).read("a") == b"x"
+        monkeypatch.delenv("SSL_CERT_FILE")
+        with pytest.raises(ConnectionError, match="certificate"):
+            Served(found.address).size("a")
+
+
+def _certificate(folder: Path) -> tuple[Path, Path]:
+    x509 = pytest.importorskip("cryptography.x509", reason="the extra encryption is not installed")
+    hashes, serialization, ec = (
+        import_module(f"cryptography.hazmat.primitives.{name}") for name in ("hashes", "serialization", "asymmetric.ec")
+    )
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - timedelta(1), now + timedelta(1))
+    alternatives = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    made = builder.add_extension(alternatives, False).sign(key, hashes.SHA256())
+    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    plain = serialization.NoEncryption()
+    (folder / "key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
+    return folder / "cert.pem", folder / "key.pem"
+
+
+# --- prompts
+
+
+def test_prompts_by_their_tokens(client: TestClient, state: State) -> None:
+    model, tokens = tiny("qwen3"), ids(3 * CHUNK)
+    store = Store(state.partition(ANA), chunk=CHUNK)
+    put = store.put(kvtool.capture(model, tokens), codec="rvq-4,sink=2,recent=8")
+    found = client.post("/v1/lookup", json={"tokens": tokens}).json()["found"]
+    assert [one["tokens"] for one in found] == [len(tokens)] and found[0]["codec"] == "rvq-4,sink=2"
+    data = b"".join(client.get(f"/v1/objects/{one['name']}").content for one in found[0]["objects"])
+    assert len(data) == sum(one["size"] for one in found[0]["objects"])
+    shorter = client.post("/v1/lookup", json={"tokens": [*tokens[: 2 * CHUNK], 1, 2]}).json()["found"]
+    assert [one["tokens"] for one in shorter] == [2 * CHUNK]
+    assert client.post("/v1/lookup", json={"tokens": tokens[::-1]}).json() == {"found": []}
+    other = {"tokens": tokens, "model": {"weights": "0" * 64}}
+    assert client.post("/v1/lookup", json=other).json() == {"found": []}
+    assert client.post("/v1/lookup", json={"tokens": tokens}, headers=bearer(BOBS)).json() == {"found": []}
+
+    entries = client.get("/v1/entries", params={"chunks": True}).json()
+    assert entries["total"] == put.chunks + 1 and entries["entries"][0]["quality"][-1]["k_relative_error"] > 0
+    assert client.get("/v1/entries", params={"q": "no such"}).json() == {"entries": [], "total": 0}
+    about = client.get("/v1/stats").json()
+    assert about["bytes"] == sum(e.size for e in state.partition(ANA).names()) and (about["hits"], about["misses"]) == (2, 2)
+    assert sum(about["models"].values()) == sum(one["bytes"] for one in entries["entries"])
+
+
+def test_explain_names_what_differs(client: TestClient, state: State) -> None:
+    model = tiny("qwen3")
+    Store(state.partition(ANA), chunk=CHUNK).put(kvtool.capture(model, ids(CHUNK)), codec="raw")
+    (space,) = Store(state.partition(ANA)).known.spaces()
+    mine = {**space.about["model"], "layers": space.about["layers"]}
+    for change, verdict in (
+        ({}, "identical"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"layers": "1" * 64}, "recode"),
+        ({"weights": "1" * 64}, "other"),
+        ({"tokenizer": "1" * 64, "layers": "1" * 64}, "other"),
+    ):
+        (fit,) = client.post("/v1/explain", json={**mine, **change}).json()["spaces"]
+        assert fit["verdict"] == verdict and {one["field"] for one in fit["differences"]} == set(change)
+
+
+def test_a_store_over_the_service(running: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients with folders of their own share one service; what one put the other goes on from."""
+    found, _ = running
+    model, tokens = tiny("qwen3"), ids(2 * CHUNK + 5)
+    monkeypatch.setenv("KVTOOL_TOKEN", ANAS)
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "one"))
+    with Store(found.address, chunk=CHUNK) as store:
+        store.put(kvtool.capture(model, tokens), codec="raw")
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "two"))
+    with Store(found.address, chunk=CHUNK) as store:
+        restored = store.load([*tokens, 1, 2], model)
+        assert restored is not None and restored.usable == len(tokens)
+        assert not store.check().problems
+        store.remove(store.entries()[-1].id)
+
+
+# --- figures and logs
+
+
+def test_figures_and_logs(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvtool.service"):
+        client.put("/v1/objects/a", content=b"xyz")
+        client.get("/v1/objects/a")
+        client.get("/nowhere/at/all")
+    lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "kvtool.service"]
+    assert [(line["method"], line["status"], line["tenant"]) for line in lines] == [
+        ("PUT", 201, "ana"),
+        ("GET", 200, "ana"),
+        ("GET", 404, None),
+    ]
+    assert lines[1]["bytes"] == 3 and ANAS not in caplog.text and ANA.salt not in caplog.text
+    text = client.get("/metrics", headers=bearer(BOBS)).text
+    for figure in (
+        'kvtool_requests_total{method="PUT",route="/v1/objects/{name:path}",status="201"} 1.0',
+        'kvtool_requests_total{method="other",route="none",status="404"} 1.0',
+        "kvtool_received_bytes_total 3.0",
+        "kvtool_sent_bytes_total 3.0",
+    ):
+        assert figure in text, figure
+
+
+def test_keeping_house_within_a_quota(state: State) -> None:
+    model = tiny("qwen3")
+    store = Store(state.partition(ANA), chunk=CHUNK)
+    for seed in range(4):
+        store.put(kvtool.capture(model, ids(2 * CHUNK, seed)), codec="raw")
+    held = store.stats()["bytes"]
+    state.quota = held // 2
+    Keeping(state).round()
+    assert 0 < store.stats()["bytes"] <= state.quota and state.answered(ANA)["evicted"] > 0
+    assert not store.check().problems
+
+
+def test_the_document_has_every_route(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    served = {getattr(route, "path", "").replace(":path", "") for route in make_app(State(Folder("x"), None)).routes}
+    assert served - set(document["paths"]) <= {"/", "/openapi.json", ""}
+    assert "bearer" in json.dumps(document["components"]["securitySchemes"]).lower()
+
+
+def test_a_stalled_body(state: State) -> None:
+    """Half a body, then nothing: 408 after the limit, and nothing is left."""
+    app, said = make_app(state), []
+
+    async def receive() -> dict[str, Any]:
+        if not said_body:
+            said_body.append(1)
+            return {"type": "http.request", "body": b"half", "more_body": True}
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        said.append(message)
+
+    said_body: list[int] = []
+    headers = [(b"authorization", f"Bearer {ANAS}".encode())]
+    scope = {"type": "http", "method": "PUT", "path": "/v1/objects/a", "raw_path": b"", "query_string": b"", "headers": headers}
+    asyncio.run(
+        app({**scope, "http_version": "1.1", "scheme": "http", "server": ("x", 1), "client": ("x", 1), "root_path": ""}, receive, send)
+    )
+    assert said[0]["status"] == 408
+    assert not list(state.partition(ANA).names()) and state.objects.unfinished() == 0
+
+
+def test_a_tenants_folder_does_not_tell_its_salt() -> None:
+    assert ANA.salt[:8] not in ANA.folder and Tenant("x", ANA.token, ANA.salt).folder == ANA.folder
