@@ -14,6 +14,7 @@ from formats.atomic import atomic_write
 from formats.errors import KVError, ManifestError
 from formats.files import naming
 from formats.manifest import ModelInfo, Node, model_of
+from formats.model_info import model_json
 from formats.tables import Arrays, Kind, digest_of
 
 VERSION = 1
@@ -57,7 +58,7 @@ def to_bytes(calibration: CalibrationFile) -> bytes:
         for name, array in named.items()
     }
     body = {
-        "model": dict(vars(calibration.model)),
+        "model": model_json(calibration.model),
         "texts": dict(calibration.texts),
         "tokens": calibration.tokens,
         "kinds": {

@@ -13,10 +13,12 @@ import blake3
 import numpy as np
 
 from formats.errors import DigestError, ManifestError, VersionError
+from formats.model_info import ModelInfo, model_json, model_of
 
 JSON = Any
 SCHEMA = 1
-KNOWN_REQUIRES: frozenset[str] = frozenset()
+# "adapter": the model had one, which readers of the first version of the identity would overlook.
+KNOWN_REQUIRES: frozenset[str] = frozenset({"adapter"})
 MAX_NESTING = 8
 FRAMES = ("post", "pre")
 ATTENTION = ("full", "sliding", "chunked", "state", "list")
@@ -26,17 +28,6 @@ ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16":
 CACHE_DTYPES = ("F32", "F16", "BF16")
 _HEX = re.compile(r"[0-9a-f]{64}")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """The model that the cache belongs to. `weights` and `tokenizer` are blake3 digests in hex, or None if unknown."""
-
-    name: str
-    architecture: str
-    weights: str | None = None
-    tokenizer: str | None = None
-    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +161,7 @@ def to_json(manifest: Manifest) -> dict[str, JSON]:
         "schema": manifest.schema,
         "requires": list(manifest.requires),
         "producer": dict(manifest.producer),
-        "model": dict(vars(manifest.model)),
+        "model": model_json(manifest.model),
         "tokens": None if manifest.tokens is None else {"ids": list(manifest.tokens.ids), "blake3": manifest.tokens.blake3},
         "length": manifest.length,
         "codecs": [{"id": codec.id, "params": codec.params} for codec in manifest.codecs],
@@ -319,17 +310,6 @@ def parse(obj: JSON) -> Manifest:
         quality=tuple(_quality(node) for node in root.key("quality").elements()),
         extra=root.key("extra").members(),
         layer_inputs=_layer_inputs(root, length, len(codecs), len(layers)) if "layer_inputs" in root.members() else (),
-    )
-
-
-def model_of(node: Node) -> ModelInfo:
-    """A model object of a manifest."""
-    return ModelInfo(
-        name=node.key("name").text(),
-        architecture=node.key("architecture").text(),
-        weights=node.key("weights").optional(lambda n: n.digest()),
-        tokenizer=node.key("tokenizer").optional(lambda n: n.digest()),
-        dtype=node.key("dtype").optional(lambda n: n.text()),
     )
 
 

@@ -10,6 +10,7 @@ from formats.atomic import atomic_write
 from formats.errors import KVError, ManifestError
 from formats.files import naming
 from formats.manifest import ModelInfo, Node, model_of
+from formats.model_info import model_json
 from formats.tables import Kind, digest_of
 
 VERSION = 1
@@ -97,8 +98,8 @@ def to_bytes(mapping: MapFile) -> bytes:
         if (array := getattr(own, name)) is not None
     }
     body = {
-        "source": dict(vars(mapping.source)),
-        "target": dict(vars(mapping.target)),
+        "source": model_json(mapping.source),
+        "target": model_json(mapping.target),
         "texts": dict(mapping.texts),
         "tokens": mapping.tokens,
         "layers": [

@@ -19,7 +19,7 @@ from formats.manifest import ITEM_BYTES, CacheInfo, LayerInput, Manifest, Tokens
 from kvtool.binding import Binding, bind, layer_sources, own_moments
 from kvtool.calibrations import Calibration, Shelf, is_calibrated, resolve, shelf_of
 from kvtool.capturing import Snapshot, vocabulary
-from kvtool.compat import check_identity, check_layers, check_ropes, check_rows
+from kvtool.compat import check_identity, check_layers, check_ropes, check_rows, identity_problems, not_compared
 from kvtool.decoding import Decoder
 from kvtool.encoding import Encoder, codec_plan
 from kvtool.live import Placement, coded_cache, placement_notes, placements, shareable
@@ -185,7 +185,7 @@ def save(
     if is_calibrated(plan.k) or is_calibrated(plan.v):
         moments = None if model is None else partial(own_moments, model, snapshot.tokens, plan)
         sources = layer_sources(snapshot.states, snapshot.probes)
-        binding = bind(plan, sources, resolve(calibration, snapshot.model.weights), moments)
+        binding = bind(plan, sources, resolve(calibration, snapshot.model.effective_weights), moments)
         plan = plan if binding is None or binding.plan is None else binding.plan
     elif calibration is not None:
         raise ValueError(f"[save] {plan.spec()} takes no calibration: leave it out, or save with tc-N, tcz-R or commvq-N:additive.")
@@ -238,6 +238,7 @@ def write_archive(
     def manifest() -> Manifest:
         return Manifest(
             producer=producer(),
+            requires=() if model.adapter is None else ("adapter",),
             model=model,
             tokens=None if ids is None else Tokens.of(ids),
             length=length,
@@ -357,11 +358,11 @@ class Archive:
             IncompatibleError: computed by another model (unless allow_mismatch), or not of this model's shape, RoPE or start.
         """
         if not allow_mismatch:
-            check_identity(self.path, self.manifest, model.info, model.argument)
+            check_identity(self.path, self.manifest, model.info, model.arguments)
         self.check_tokens(model)
         probes = probe_model(model.model)
         check_layers(self.path, self.manifest.layers, probes)
-        check_ropes(self.reader, probes, model.info, model.argument)
+        check_ropes(self.reader, probes, model.info, model.arguments)
         check_rows(self.path, self.manifest.layers, probes, self.length)
         return probes
 
@@ -418,7 +419,14 @@ class Archive:
                 progress(len(cache), len(probes))
         # That a lossless file is decoded goes without saying.
         notes = placement_notes(placed) if any(p.codes or p.lossy for p in placed) else ()
-        return Restored(cache, self.tokens, self.length, (*cast_note(casts), *notes), tuple(placed))
+        notes = (*self.identity_notes(model), *cast_note(casts), *notes)
+        return Restored(cache, self.tokens, self.length, notes, tuple(placed))
+
+    def identity_notes(self, model: LoadedModel) -> tuple[str, ...]:
+        """What was accepted although the model differs, and what could not be compared."""
+        differ = identity_problems(self.manifest, model.info)
+        accepted = (f"accepted from another model: {'; '.join(differ)}",) if differ else ()
+        return (*accepted, *not_compared(self.manifest.model, model.info))
 
 
 def fit_dtype(state: CacheState, probe: CacheProbe, casts: list[str]) -> CacheState:

@@ -96,7 +96,7 @@ def newest_for(weights: str | None) -> tuple[CalibrationFile, Path] | None:
     """
     for digest, path in kept() if weights is not None else ():
         try:
-            found = get(digest) if read_model(path).weights == weights else None
+            found = get(digest) if read_model(path).effective_weights == weights else None
         except FileNotFoundError:
             continue
         except (KVError, OSError) as error:

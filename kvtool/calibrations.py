@@ -114,7 +114,7 @@ def resolve(spec: str | os.PathLike[str] | Calibration | None, *weights: str | N
     Args:
         spec: a file, a digest (8 digits at least) of the store, "auto": the store's newest for the model, or "self": none, tables are to be
             learnt from the cache. None is "auto" where the store has one for the model, else "self".
-        weights: digests of the model's weights, or of several that will do.
+        weights: digests of the model's effective weights, or of several that will do.
     Raises:
         IncompatibleError: there is none, or it is of another model.
         FormatError, OSError: what is wrong with the file.
@@ -131,9 +131,9 @@ def resolve(spec: str | os.PathLike[str] | Calibration | None, *weights: str | N
         found = Calibration(newest[0], newest[1].stem, newest[1])
     else:
         found = _named(spec)
-    if found.model.weights is None or found.model.weights not in weights:
+    if found.model.weights is None or found.model.effective_weights not in weights:
         raise IncompatibleError(
-            f"calibration {found.digest[:12]} is of {found.model.name}, whose weights {str(found.model.weights)[:12]} are not "
+            f"calibration {found.digest[:12]} is of {found.model.name}, whose weights {str(found.model.effective_weights)[:12]} are not "
             f"{str(weights[0])[:12]} of this model",
             path=None if found.path is None else str(found.path),
             hint="calibrate this model",

@@ -2,34 +2,124 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from formats.container import Reader
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CACHE_DTYPES, CacheInfo, Manifest, ModelInfo
 from kvtool.decoding import check_class, rope_of
 from kvtool.encoding import DTYPE_NAMES
+from kvtool.identity_config import differences
 from kvtool.probe import CacheProbe
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 
-def check_identity(path: str, manifest: Manifest, model: ModelInfo, argument: str) -> None:
-    """Raise IncompatibleError unless the file was computed by this model (weights and tokenizer), naming each field that differs.
+@dataclass(frozen=True)
+class Layer:
+    """One layer of an identity, the file's beside the model's.
 
-    `argument` is what `--to-model` would take for it, for the hint.
+    Attributes:
+        name: architecture, weights, adapter, quantisation, tokenizer, chat template or config.
+        same: whether they are alike; None where one of the two does not say.
+        blocks: whether import refuses a file over it.
+        differences: what differs, with both values; where `same` is None, why it cannot be told.
     """
-    differ = [f"{field}: file {short(a)}, model {short(b)}" for field, a, b in identity_fields(manifest, model) if a != b or a is None]
+
+    name: str
+    same: bool | None
+    blocks: bool = True
+    differences: tuple[str, ...] = ()
+
+
+def check_identity(path: str, manifest: Manifest, model: ModelInfo, arguments: Sequence[str]) -> None:
+    """Raise IncompatibleError unless the file was computed by this model, naming each layer of the identity that differs.
+
+    `arguments` are what `--to-model` would take for it, and options that go with it, for the hint.
+    """
+    differ = identity_problems(manifest, model)
     if differ:
         raise IncompatibleError(
             f"computed by {manifest.model.name}, not by {model.name} ({'; '.join(differ)})",
             path=path,
-            hint=f"kvtool recode {shlex.quote(path)} -o OUT.kv --to-model {shlex.quote(argument)}",
+            hint=f"kvtool recode {shlex.quote(path)} -o OUT.kv --to-model {shlex.join(arguments)}",
         )
 
 
-def identity_fields(manifest: Manifest, model: ModelInfo) -> tuple[tuple[str, str | None, str | None], ...]:
-    """(field, the file's, the model's) of who computed a cache. An unknown digest (None) vouches for nothing, not even for another one."""
-    fields = ("architecture", "weights", "tokenizer")
-    return tuple((field, getattr(manifest.model, field), getattr(model, field)) for field in fields)
+def identity_problems(manifest: Manifest, model: ModelInfo) -> list[str]:
+    """The layers of the identity over which import refuses a file, with both values."""
+    layers = identity_layers(manifest.model, model, rope=bool(manifest.extra.get("rope_problems")))
+    return [f"{layer.name}: {'; '.join(layer.differences)}" for layer in layers if layer.blocks and layer.same is False]
+
+
+def computing_problems(a: ModelInfo, b: ModelInfo) -> list[str]:
+    """Why two models do not compute the same rows of the same tokens, RoPE aside: weights, adapter, quantisation, config."""
+    names = ("weights", "adapter", "quantisation", "config")
+    return [
+        f"{layer.name}: {'; '.join(layer.differences)}" for layer in identity_layers(a, b) if layer.name in names and layer.same is False
+    ]
+
+
+def not_compared(file: ModelInfo, model: ModelInfo) -> tuple[str, ...]:
+    """What an older file does not say of who computed it, as a remark."""
+    if file.identity > 1 or model.identity < 2:
+        return ()
+    names = [layer.name for layer in identity_layers(file, model) if layer.same is None]
+    return (f"the file is older than what else is compared of a model now: {', '.join(names)}, merges and rules of the tokenizer",)
+
+
+def identity_layers(file: ModelInfo, model: ModelInfo, *, rope: bool = False) -> tuple[Layer, ...]:
+    """Who computed a file beside a model, layer by layer.
+
+    Unknown weights (None) vouch for nothing, not even for other ones. A chat template decides which tokens a message becomes; the rows are
+    those of the tokens that the file lists, so that it keeps nothing out. `rope`: compare the config's fields of RoPE as well.
+    """
+    same_weights = file.weights is not None and file.weights == model.weights
+    found = [
+        _pair("architecture", file.architecture, model.architecture),
+        _pair("weights", short(file.weights), short(model.weights), same_weights),
+        # Files older than adapters were computed without any.
+        _pair("adapter", _named(file.adapter), _named(model.adapter), file.adapter == model.adapter),
+        _quantisation(file, model),
+        Layer("tokenizer", (problem := tokenizer_difference(file, model)) is None, True, () if problem is None else (problem,)),
+        _pair("chat template", _named(file.chat_template), _named(model.chat_template), file.chat_template == model.chat_template, False),
+        _config(file, model, rope),
+    ]
+    if min(file.identity, model.identity) < 2:
+        unknown = ("not known of the file" if file.identity < 2 else "not known of the model",)
+        late = ("quantisation", "chat template", "config")
+        found = [Layer(layer.name, None, layer.blocks, unknown) if layer.name in late else layer for layer in found]
+    return tuple(found)
+
+
+def _pair(name: str, file: str, model: str, same: bool | None = None, blocks: bool = True) -> Layer:
+    same = file == model if same is None else same
+    return Layer(name, same, blocks, () if same else (f"file {file}, model {model}",))
+
+
+def _named(digest: str | None) -> str:
+    return "none" if digest is None else short(digest)
+
+
+def _quantisation(file: ModelInfo, model: ModelInfo) -> Layer:
+    a, b = file.quantisation or {}, model.quantisation or {}
+    ours, theirs = (side.get("summary", "none") for side in (a, b))
+    if ours == theirs and a != b:
+        return _pair("quantisation", f"{ours}, of modules {short(a['blake3'])}", f"of modules {short(b['blake3'])}")
+    return _pair("quantisation", ours, theirs, a == b)
+
+
+def tokenizer_difference(file: ModelInfo, model: ModelInfo) -> str | None:
+    """What two models' tokenizers differ in, None where they give the same ids as far as both are known."""
+    if file.tokenizer is None or file.tokenizer != model.tokenizer:
+        return f"file {short(file.tokenizer)}, model {short(model.tokenizer)}"
+    if min(file.identity, model.identity) > 1 and file.tokenizer_state != model.tokenizer_state:
+        return f"the same vocabulary, other merges or rules: file {short(file.tokenizer_state)}, model {short(model.tokenizer_state)}"
+    return None
+
+
+def _config(file: ModelInfo, model: ModelInfo, rope: bool) -> Layer:
+    found = differences(file.config or {}, model.config or {}, rope=rope)
+    return Layer("config", not found, True, tuple(found))
 
 
 def check_layers(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheProbe]) -> None:
@@ -49,20 +139,20 @@ def layer_problems(layers: Sequence[CacheInfo], probes: Sequence[CacheProbe]) ->
     return [text for i, (a, b) in enumerate(zip(layers, probes, strict=True)) for text in _differences(f"layer {i}", a, b)]
 
 
-def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo, argument: str) -> None:
+def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo, arguments: Sequence[str]) -> None:
     """Raise IncompatibleError where keys are rotated otherwise than the model rotates them, naming the first layer and each field."""
     for text in rope_problems(reader, probes, model):
         layer, _, problem = text.partition(": ")
         raise IncompatibleError(
             f"{layer}: keys are rotated otherwise than in {model.name}: {problem}",
             path=reader.path,
-            hint=f"kvtool recode {shlex.quote(reader.path)} -o OUT.kv --to-model {shlex.quote(argument)}",
+            hint=f"kvtool recode {shlex.quote(reader.path)} -o OUT.kv --to-model {shlex.join(arguments)}",
         )
 
 
 def rope_problems(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo) -> Iterator[str]:
     """The layers, of tables that fit, whose keys are rotated otherwise than the model rotates them, with the fields that differ."""
-    same_weights = model.weights is not None and reader.manifest.model.weights == model.weights
+    same_weights = model.weights is not None and reader.manifest.model.effective_weights == model.effective_weights
     for i, (layer, probe) in enumerate(zip(reader.manifest.layers, probes, strict=True)):
         problem = _rope_difference(reader, layer, probe, same_weights)
         if problem is not None:

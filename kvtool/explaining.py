@@ -3,7 +3,8 @@
     identical     import takes the file as it is
     calibration   it would, were the calibration here that the file was coded with
     recode        the same weights; keys rotated otherwise, or at other positions: kvtool recode
-    fine-tune     other weights in the same architecture and shapes, same tokenizer: a fitted map, or the rows as they are
+    precision     the same weights in another precision, as far as a sample of them tells: the rows as they are
+    fine-tune     other weights, adapter or config in the same architecture and shapes, same tokenizer: a fitted map, or rows as they are
     other weights the same for another architecture
     map           other shapes, same tokenizer: a fitted map
     impossible    another tokenizer, or layers that can be neither rotated nor mapped
@@ -15,6 +16,7 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from formats.errors import IncompatibleError
 from formats.manifest import CacheInfo
@@ -23,7 +25,8 @@ from kvtool.archive import open as open_archive
 from kvtool.bridges.pairs import check_layers_of
 from kvtool.bridges.transferring import source_of
 from kvtool.calibrations import KINDS, Calibration
-from kvtool.compat import check_rows, identity_fields, layer_problems, rope_problems, short
+from kvtool.compat import check_rows, computing_problems, identity_layers, layer_problems, not_compared, rope_problems
+from kvtool.identity_sketch import SAMPLES, likeness
 from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
 from kvtool.recoding import check_recode
@@ -35,7 +38,8 @@ SUMMARIES = {
     "identical": "import takes the file as it is",
     "calibration": "import takes the file once the calibration is here that it was coded with",
     "recode": "the same weights, but keys rotated otherwise or at other positions: a recode rotates them",
-    "fine-tune": "other weights in the same architecture and shapes, same tokenizer: the rows carry over with a loss",
+    "precision": "the same weights in another precision, as far as a sample of them tells: the rows carry over with a loss",
+    "fine-tune": "other weights, adapter or config in the same architecture and shapes, same tokenizer: the rows carry over with a loss",
     "other weights": "other weights and architecture in the same shapes, same tokenizer: the rows carry over with a loss",
     "map": "other shapes, same tokenizer: a fitted map carries the rows over with a loss",
     "impossible": "nothing carries this cache over: run the prompt again",
@@ -47,7 +51,7 @@ class Field:
     """One field of a file's identity beside the model's.
 
     Attributes:
-        name: architecture, weights, tokenizer, dtype, token ids, layers, RoPE, positions or calibration.
+        name: of a layer of the identity (`kvtool.compat`), or dtype, token ids, layers, RoPE, positions or calibration.
         same: whether it fits; None where that could not be compared.
         blocks: whether import refuses a file over it.
         differences: what differs, with both values.
@@ -70,6 +74,7 @@ class Explanation:
         accepted: whether import takes the file as it is.
         fields: each field of the identity.
         reasons: why a bridge is not open.
+        history: lossy steps that the rows have behind them, oldest first, as the file records them.
         commands: what to run, one after the other, for the best bridge.
         instead: other ways, each complete.
         notes: what to know of them.
@@ -82,6 +87,7 @@ class Explanation:
     summary: str
     accepted: bool
     fields: tuple[Field, ...]
+    history: tuple[dict[str, Any], ...] = ()
     reasons: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     instead: tuple[str, ...] = ()
@@ -109,6 +115,7 @@ class _Explainer:
         self.archive, self.model = archive, model
         self.probes = probe_model(model.model)
         self.theirs, self.ours = archive.manifest.model, model.info
+        self.alike = likeness(self.theirs.sketch, self.ours.sketch)
         self.shift = 0
 
     def explain(self) -> Explanation:
@@ -118,13 +125,14 @@ class _Explainer:
         commands, instead, notes = self._ways(verdict, reasons)
         path, names = self.archive.path, (self.theirs.name, self.ours.name)
         accepted = verdict == "identical"
-        return Explanation(path, *names, verdict, SUMMARIES[verdict], accepted, fields, tuple(reasons), commands, instead, notes)
+        history = tuple(self.archive.manifest.quality)
+        return Explanation(path, *names, verdict, SUMMARIES[verdict], accepted, fields, history, tuple(reasons), commands, instead, notes)
 
     def _fields(self) -> tuple[Field, ...]:
         archive, manifest = self.archive, self.archive.manifest
         fields = [
-            _field(name, [] if a == b and a is not None else [f"file {_shown(name, a)}, model {_shown(name, b)}"])
-            for name, a, b in identity_fields(manifest, self.ours)
+            Field(layer.name, layer.same, layer.blocks, layer.differences)
+            for layer in identity_layers(manifest.model, self.ours, rope=bool(manifest.extra.get("rope_problems")))
         ]
         same_dtype = self.theirs.dtype == self.ours.dtype
         dtypes = () if same_dtype else (f"file {self.theirs.dtype or 'as stored'}, model {self.ours.dtype or 'as stored'}; rows are cast",)
@@ -158,38 +166,58 @@ class _Explainer:
             return "impossible", ["caches move only between models that share a tokenizer, and token ids that both have"]
         recode = _refusal(lambda: check_recode(self.archive, self.model))
         mapped = self._map_refusal()
-        if recode is None and "weights" not in differ:
+        if recode is None and not computing_problems(self.theirs, self.ours):
             return "recode", []
         reasons = [f"{label}: {text}" for label, text in (("recode", recode), ("map", mapped)) if text is not None]
+        if recode is None and "architecture" in differ:
+            return "other weights", reasons
         if recode is None:
-            return ("other weights" if "architecture" in differ else "fine-tune"), reasons
-        return ("map" if mapped is None and differ & {"weights", "layers"} else "impossible"), reasons
+            return ("precision" if self._same_in_another_precision(differ) else "fine-tune"), reasons
+        other = differ & {"weights", "adapter", "quantisation", "config", "layers"}
+        return ("map" if mapped is None and other else "impossible"), reasons
+
+    def _same_in_another_precision(self, differ: set[str]) -> bool:
+        """Whether only how weights are stored differs of who computes, and the sampled ones are the same but for that."""
+        if "weights" not in differ or differ & {"adapter", "config"} or self.theirs.sketch is None or self.ours.sketch is None:
+            return False
+        otherwise = "quantisation" in differ or self.theirs.sketch["dtype"] != self.ours.sketch["dtype"]
+        return otherwise and self.alike is not None and self.alike.same
 
     def _map_refusal(self) -> str | None:
         return _refusal(lambda: source_of(self.archive)) or _refusal(lambda: check_layers_of(self.model))
 
     def _ways(self, verdict: str, reasons: list[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Commands, other ways, and what to know of them."""
-        path, name = self.archive.path, self.model.argument
-        recode = ["kvtool", "recode", path, "-o", "OUT.kv", "--to-model", name]
+        path, name, own = self.archive.path, self.model.argument, self.model.arguments
+        recode = ["kvtool", "recode", path, "-o", "OUT.kv", "--to-model", *own]
         if self.shift:
             recode += ["--shift", str(-self.shift)]
-        measure = shlex.join(["kvtool", "eval", "OUT.kv", "--model", name, "--text", "rest.txt", "--seal"])
+        measure = shlex.join(["kvtool", "eval", "OUT.kv", "--model", *own, "--text", "rest.txt", "--seal"])
         notes = [f"{text}: recode and eval take it as --calibration FILE" for text in map(self._absent, self._calibrations()) if text]
+        notes += not_compared(self.theirs, self.ours)
         if verdict == "identical":
-            return (shlex.join(["kvtool", "import", path, "--model", name]),), (), ()
+            return (shlex.join(["kvtool", "import", path, "--model", *own]),), (), tuple(notes)
         if verdict == "calibration":
-            return (f"{shlex.join(['kvtool', 'import', path, '--model', name])} --calibration FILE",), (), tuple(notes)
+            return (f"{shlex.join(['kvtool', 'import', path, '--model', *own])} --calibration FILE",), (), tuple(notes)
         if verdict == "impossible":
             return (), (), ()
         if verdict == "recode":
             notes.insert(0, "keys are rotated exactly; what else another rotation would have changed in the rows, kvtool eval measures")
             return (shlex.join(recode), measure), (), tuple(notes)
         notes = [UNMEASURED, *notes]
+        if self.alike is not None:
+            notes.append(
+                f"of {SAMPLES} sampled weights {self.alike.within:.1%} are as near as their precisions account for, the farthest at "
+                f"{self.alike.farthest:.2g} times that; correlation {self.alike.correlation:.5f}"
+            )
+        if verdict == "precision":
+            return (shlex.join(recode), measure), (), tuple(notes)
         blocked = {text.partition(":")[0] for text in reasons}
         if "map" in blocked:
             return (shlex.join(recode), measure), (), tuple(notes)
-        fit = shlex.join(["kvtool", "fit", self.theirs.name, name, "-o", "MAP.safetensors"])
+        adapters = ["--adapter-a", "ADAPTER"] if self.theirs.adapter is not None else []
+        adapters += [] if self.model.adapter is None else ["--adapter-b", str(self.model.adapter)]
+        fit = shlex.join(["kvtool", "fit", self.theirs.name, name, *adapters, "-o", "MAP.safetensors"])
         across = shlex.join([*recode, "--map", "MAP.safetensors", "--recompute", RECOMPUTE])
         notes.insert(0, f"kvtool fit takes {self.theirs.name!r} as the file names it: give the folder or repository of that model")
         return (fit, across, measure), (() if "recode" in blocked else (shlex.join(recode),)), tuple(notes)
@@ -197,10 +225,6 @@ class _Explainer:
 
 def _field(name: str, differences: list[str]) -> Field:
     return Field(name, not differences, True, tuple(differences))
-
-
-def _shown(name: str, value: str | None) -> str:
-    return str(value) if name == "architecture" else short(value)
 
 
 def _texts(problem: str | None) -> list[str]:

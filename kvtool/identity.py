@@ -1,49 +1,69 @@
-"""Who made a cache: digests of a model's weights and tokenizer that do not depend on paths, sharding or file order.
+"""Who computed a cache: digests of a model's weights and of an adapter that do not depend on paths, sharding or file order.
 
 weights    blake3 over the sorted list of (tensor name, dtype, shape, blake3 of the bytes) of all `model*.safetensors`
-tokenizer  blake3 over the sorted vocabulary and the ids it gives to a fixed set of strings
+adapter    the same over adapters.safetensors, with what mlx-lm reads of adapter_config.json
+
+The other layers: `kvtool.identity_tokenizer`, `kvtool.identity_config`, `kvtool.identity_sketch`; all together: `kvtool.identifying`.
 """
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 from formats.errors import IncompatibleError
-from kvtool.identity_cache import remembered
+from kvtool.identity_cache import Sight, remembered
 
-# Strings that exercise digits, spaces, case, punctuation, code, accents and scripts: an edit of merges or rules shows in their ids.
-TOKENIZER_PROBES = (
-    "The quick brown fox jumps over the lazy dog.",
-    "  two  spaces\tand a tab\nnewline\r\n",
-    "1234567890 3.14159 1e-6 0xFF",
-    "def f(x: int) -> dict[str, float]: return {'a': x ** 2}",
-    "naïve café — “quotes” … ½ €",
-    "漢字 кириллица العربية 🙂",
-)
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+# Besides these nothing of adapter_config.json is read: the rest says how the adapter was trained. Dropout acts in training alone.
+ADAPTER_FIELDS = ("fine_tune_type", "num_layers", "lora_parameters")
 
 
 def weights_digest(folder: Path) -> str:
-    """blake3 (hex) over every tensor of the model's weight files, remembered while none of them changes (`kvtool.identity_cache`).
+    """blake3 (hex) over every tensor of a model directory's weight files, remembered while none of them changes.
 
-    Args:
-        folder: a model directory with `model*.safetensors`.
     Raises:
         IncompatibleError: no weight file, or one that is not safetensors.
     """
+    files = weight_files(folder)
+    digest: str = remembered("weights", Sight.of(files), lambda: digest_of_weights(files))
+    return digest
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a model directory, of which there must be one."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise IncompatibleError(
             "no model*.safetensors, so the model has no identity", path=str(folder), hint="give a directory that mlx-lm can load"
         )
-    return remembered(files, lambda: _digest(files))
+    return files
 
 
-def _digest(files: Sequence[Path]) -> str:
+def digest_of_adapter(files: Sequence[Path]) -> str:
+    """blake3 (hex) over an adapter.
+
+    Args:
+        files: its config and its weights.
+    Raises:
+        IncompatibleError: one cannot be read.
+    """
+    config, weights = files
+    try:
+        read = json.loads(config.read_bytes())
+        kept = {name: read[name] for name in ADAPTER_FIELDS if name in read}
+        lora = {name: value for name, value in dict(kept.get("lora_parameters") or {}).items() if name != "dropout"}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise IncompatibleError(f"not an adapter's config ({error})", path=str(config), hint="train or download it again") from error
+    body = json.dumps({**kept, "lora_parameters": lora}, sort_keys=True)
+    return blake3(f"{digest_of_weights([weights])}\n{body}".encode()).hexdigest()
+
+
+def digest_of_weights(files: Sequence[Path]) -> str:
+    """blake3 (hex) over every tensor of safetensors files."""
     entries = sorted(entry for path in files for entry in _tensor_digests(path))
     total = blake3()
     for name, dtype, shape, digest in entries:
@@ -79,15 +99,3 @@ def _tensor_digests(path: Path) -> list[tuple[str, str, list[int], str]]:
 def _span(offsets: list[int]) -> tuple[int, int]:
     begin, end = offsets
     return int(begin), int(end)
-
-
-def tokenizer_digest(vocab: Mapping[str, int], probe_ids: list[list[int]]) -> str:
-    """blake3 (hex) over a tokenizer's vocabulary and the ids it gives to `TOKENIZER_PROBES`."""
-    body = {"vocab": sorted(vocab.items()), "probes": probe_ids}
-    return blake3(json.dumps(body, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def digest_of_tokenizer(tokenizer: Any) -> str:
-    """`tokenizer_digest` of a live transformers or mlx-lm tokenizer."""
-    probes = [list(tokenizer.encode(text, add_special_tokens=False)) for text in TOKENIZER_PROBES]
-    return tokenizer_digest(tokenizer.get_vocab(), probes)

@@ -51,12 +51,15 @@ def load(
             return archive.load(model, decode=decode, mapped=mapped, allow_mismatch=allow_mismatch, progress=progress)
     with open_archive(source, calibration=calibration) as archive:
         archive.check(model, allow_mismatch=allow_mismatch)
+        # Where the file below is made this model's own, nothing is left to be said there.
+        notes = () if allow_mismatch else archive.identity_notes(model)
     # By way of a file, layer by layer: at no time are all layers decoded.
     with tempfile.TemporaryDirectory(prefix="kvtool-") as folder:
         path = Path(folder) / "live.kv"
         report = recode(source, path, codec=plan, to_model=None if allow_mismatch else model, calibration=calibration)
         with open_archive(path, calibration=calibration) as archive:
             restored = archive.load(model, mapped=mapped, allow_mismatch=allow_mismatch, progress=progress)
+    restored.notes = (*notes, *restored.notes)
     quality = report.quality or {}
     errors = [f"{role} {quality[f'{role}_relative_error']:.3g}" for role in "kv" if f"{role}_relative_error" in quality]
     if errors:

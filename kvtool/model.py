@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
 from kvtool import tiny
 from kvtool.blas import loaded_openblas
-from kvtool.identity import digest_of_tokenizer, weights_digest
+from kvtool.identifying import ModelFiles, identify
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,15 @@ class LoadedModel:
     Attributes:
         model: the mlx-lm module.
         tokenizer: mlx-lm's tokenizer wrapper.
-        info: name, architecture, digests of weights and tokenizer, and the dtype it runs in.
-        folder: where its files are.
+        info: who it is (`kvtool.identity`), and the dtype it runs in.
+        folder: where its files are. adapter: where its adapter's are, or None.
     """
 
     model: Any
     tokenizer: Any
     info: ModelInfo
     folder: Path
+    adapter: Path | None = None
 
     @property
     def argument(self) -> str:
@@ -49,34 +50,45 @@ class LoadedModel:
         shipped = self.info.name in tiny.NAMES and self.folder == tiny.path(self.info.name)
         return self.info.name if shipped or "/" in self.info.name else str(self.folder)
 
+    @property
+    def arguments(self) -> list[str]:
+        """The same with `--adapter` and its folder, where it has one."""
+        return [self.argument, *([] if self.adapter is None else ["--adapter", str(self.adapter)])]
+
 
 def default_dtype() -> str | None:
     """The dtype to run models in: float32 on MLX's Linux CPU build (16-bit products are 30 times slower there), else None: as stored."""
     return "float32" if sys.platform.startswith("linux") and mx.default_device().type == mx.cpu else None
 
 
-def load_model(source: str | Path, *, dtype: str = "auto") -> LoadedModel:
+def load_model(source: str | Path, *, dtype: str = "auto", adapter: str | Path | None = None) -> LoadedModel:
     """Load a model and compute its identity.
 
     Args:
         source: a model directory, a Hugging Face repository id, or `tiny-a` / `tiny-b` (shipped with kvtool).
         dtype: "auto" (float32 on a Linux CPU, as stored elsewhere), "stored", "float32", "float16" or "bfloat16".
+        adapter: a folder of mlx_lm.lora with an adapter to put on top of the weights.
     Returns:
         LoadedModel
     Raises:
-        IncompatibleError: there is no such model, or mlx-lm cannot load it.
+        IncompatibleError: there is no such model or adapter, mlx-lm cannot load it, or its files changed meanwhile.
         ValueError: unknown dtype.
     """
     if dtype not in ("auto", "stored", *DTYPES):
         raise ValueError(f"[load_model] dtype must be one of auto, stored, {', '.join(DTYPES)}, but got {dtype!r}.")
     folder = _folder(source)
     config = _config(folder)
+    files = ModelFiles.of(folder, None if adapter is None else Path(adapter))
     try:
-        model, tokenizer = load(str(folder))[:2]
+        model, tokenizer = load(str(folder), adapter_path=None if adapter is None else str(adapter))[:2]
+        mx.eval(model.parameters())  # an adapter is read when it is needed, and then it must be what is digested
     except UNLOADABLE as error:
+        what, where = ("this model", folder) if adapter is None else ("this model with this adapter", adapter)
         raise IncompatibleError(
-            f"mlx-lm cannot load this model: {error}", path=str(folder), hint="check the path, and that mlx-lm supports its model_type"
+            f"mlx-lm cannot load {what}: {error}", path=str(where), hint="check the path, and that mlx-lm supports its model_type"
         ) from error
+    name = str(source) if not Path(str(source)).exists() else folder.resolve().name
+    info = identify(name, str(config.get("model_type", "unknown")), model, tokenizer, files)
     if default_dtype() and loaded_openblas() is None:
         logger.warning(
             "MLX runs on its reference BLAS, about 15 times slower than OpenBLAS; see `kvtool doctor`, and kvtool.use_openblas()"
@@ -86,14 +98,7 @@ def load_model(source: str | Path, *, dtype: str = "auto") -> LoadedModel:
         model.set_dtype(DTYPES[chosen])
         mx.eval(model.parameters())
         logger.info("%s runs in %s", source, chosen)
-    info = ModelInfo(
-        name=str(source) if not Path(str(source)).exists() else folder.resolve().name,
-        architecture=str(config.get("model_type", "unknown")),
-        weights=weights_digest(folder),
-        tokenizer=digest_of_tokenizer(tokenizer),
-        dtype=chosen,
-    )
-    return LoadedModel(model, tokenizer, info, folder)
+    return LoadedModel(model, tokenizer, replace(info, dtype=chosen), folder, files.adapter)
 
 
 def _folder(source: str | Path) -> Path:

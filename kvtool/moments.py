@@ -137,7 +137,7 @@ def joined(parts: Sequence[Moments]) -> Moments:
     first = parts[0]
     for n, part in enumerate(parts[1:], 1):
         for name, own, theirs in (
-            ("model.weights", first.model.weights, part.model.weights),
+            ("model.weights", first.model.effective_weights, part.model.effective_weights),
             ("sink, recent and length", (first.sink, first.recent, first.length), (part.sink, part.recent, part.length)),
             ("layers", list(first.layers), list(part.layers)),
         ):

@@ -19,7 +19,7 @@ from kvtool.archive import Archive, SaveReport, live_sizes, write_archive
 from kvtool.archive import open as open_archive
 from kvtool.binding import Binding, LayerSource, bind, own_moments
 from kvtool.calibrations import KINDS, Calibration, is_calibrated, resolve
-from kvtool.compat import check_layers, short
+from kvtool.compat import check_layers, computing_problems, tokenizer_difference
 from kvtool.decoding import FLOATS, check_role, codec_of, part_dtypes, rope_of
 from kvtool.encoding import MLX_AFFINE, Encoder, Positions, RoleSource, SegmentWork, codec_plan
 from kvtool.model import LoadedModel
@@ -82,7 +82,7 @@ def recode(
             _check_one_base(archive)
         job = _Recoder(archive, plan, rope_theta, shift, None if to_model is None else to_model.info)
         if plan is not None and (is_calibrated(plan.k) or is_calibrated(plan.v)):
-            weights = [manifest.model.weights, None if to_model is None else to_model.info.weights]
+            weights = [manifest.model.effective_weights, None if to_model is None else to_model.info.effective_weights]
             moments = None if to_model is None else partial(own_moments, to_model, archive.tokens, plan)
             table = probes or [None] * len(manifest.layers)
             sources = [s for i, info in enumerate(manifest.layers) for s in job.sources(str(i), info, table[i])]
@@ -96,7 +96,7 @@ def recode(
             # Exact rows were rotated, the coded ones beside them copied.
             details["partly"] = sorted(job.untouched & job.touched)
         if to_model is not None:
-            details |= {"from": manifest.model.name, "to": model.name, "same_weights": manifest.model.weights == model.weights}
+            details |= {"from": manifest.model.name, "to": model.name, **_other_rows(manifest.model, model)}
         if rope_theta is not None:
             details["rope_theta"] = rope_theta
         if shift:
@@ -127,6 +127,15 @@ def recode(
         return replace(report, codec=spec, cache_bytes=cache_bytes, fp16_bytes=2 * values, notes=notes)
 
 
+def _other_rows(file: ModelInfo, model: ModelInfo) -> dict[str, Any]:
+    """What a recode's record says of a target that would have computed other rows: they are carried over as they were."""
+    differ = computing_problems(file, model)
+    if not differ:
+        return {"same_weights": True}
+    note = f"rows of another model as they were, what that costs not measured here (kvtool eval): {'; '.join(differ)}"
+    return {"same_weights": file.effective_weights == model.effective_weights, "note": note[:400]}
+
+
 def check_recode(archive: Archive, model: LoadedModel) -> None:
     """Raise IncompatibleError where `recode` of this file to a model would, before anything is read."""
     job = _Recoder(archive, None, None, 0, model.info)
@@ -138,10 +147,10 @@ def _fit(archive: Archive, model: LoadedModel) -> tuple[CacheProbe, ...]:
     """The target's layer table, after checking that the file's layers and tokenizer fit it."""
     probes = probe_model(model.model)
     check_layers(archive.path, archive.manifest.layers, probes)
-    here, there = archive.manifest.model.tokenizer, model.info.tokenizer
-    if here != there:
+    problem = tokenizer_difference(archive.manifest.model, model.info)
+    if problem is not None:
         raise IncompatibleError(
-            f"tokenizer {short(here)} of {archive.manifest.model.name} is not {short(there)} of {model.info.name}",
+            f"the tokenizer of {archive.manifest.model.name} is not that of {model.info.name}: {problem}",
             path=archive.path,
             hint="caches move only between models that share a tokenizer",
         )
@@ -162,6 +171,7 @@ def _check_one_base(archive: Archive) -> None:
 def origin(manifest: Manifest, model: ModelInfo) -> dict[str, Any]:
     """`extra` of a recoded file: what it carried, and the model that computed the keys and values at first."""
     first = {"name": manifest.model.name, "weights": manifest.model.weights}
+    first |= {} if manifest.model.adapter is None else {"adapter": manifest.model.adapter}
     return {**manifest.extra, "origin": manifest.extra.get("origin", first)} if model != manifest.model else dict(manifest.extra)
 
 

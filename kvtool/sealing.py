@@ -12,6 +12,7 @@ from formats.errors import QualityError
 from formats.manifest import Manifest, ModelInfo
 from kvtool.compat import short
 from kvtool.evaluation import ArmResult, EvalReport
+from kvtool.identity_config import config_digest
 
 STEP = "eval"
 MEASURES = ("kl", "kl_p99", "nll_gap", "top1", "n")  # top1 and n are at least, the others at most, what is asked for
@@ -34,7 +35,8 @@ def seal(report: EvalReport, model: ModelInfo) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "step": STEP,
         "model": model.name,
-        "weights": model.weights,
+        "weights": model.effective_weights,
+        **({} if model.config is None else {"config": config_digest(model.config)}),
         "text": report.text,
         "prefix": report.prefix,
         "n": report.n,
@@ -93,10 +95,15 @@ def require(path: str | os.PathLike[str], manifest: Manifest, model: ModelInfo, 
         QualityError: no seal of this model since the last change of the file, or one that is not good enough.
     """
     path = os.fspath(path)
-    seals = [step for step in _since_last_change(manifest.quality) if step.get("weights") == model.weights]
+    own = None if model.config is None else config_digest(model.config)
+    seals = [
+        step
+        for step in _since_last_change(manifest.quality)
+        if step.get("weights") == model.effective_weights and (own is None or step.get("config", own) == own)
+    ]
     if not seals or model.weights is None:
         raise QualityError(
-            f"nothing measured in it for {model.name} with weights {short(model.weights)}",
+            f"nothing measured in it for {model.name} with weights {short(model.effective_weights)}",
             path=path,
             hint=f"kvtool eval {path} --model {model.name} --text F --seal",
         )

@@ -169,7 +169,7 @@ def sweep(
     tables = None
     if any(parse_roundtrip(spec).calibrated for spec in references):
         shapes = layer_shapes(probe_model(model.model)) if foreign_calibration else {}
-        tables = resolve_foreign(calibration, shapes) if foreign_calibration else resolve(calibration, model.info.weights)
+        tables = resolve_foreign(calibration, shapes) if foreign_calibration else resolve(calibration, model.info.effective_weights)
     if ALL in texts and len(texts) > 1:
         raise ValueError(f"[sweep] a text cannot be named {ALL!r} beside others.")
     ids = {name: ids_of(model, name, text, before, count) for name, text in texts.items()}
@@ -197,7 +197,7 @@ def sweep(
         found = ask(model, trips, passkey_trials(model, passkeys), calibration=tables, progress=lambda: advance(5 * len(arms)))
         shares = {spec: answers.share for spec, answers in zip(arms, found, strict=True)}
     digest = None if tables is None else tables.digest
-    other = None if tables is None or tables.model.weights == model.info.weights else tables.model.name
+    other = None if tables is None or tables.model.effective_weights == model.info.effective_weights else tables.model.name
     return SweepReport(model.info.name, protocol, before, relative_to, passkeys, rows_of(arms, references, shares), digest, other)
 
 

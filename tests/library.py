@@ -18,6 +18,8 @@ import kvtool
 from formats.calibration import CalibrationFile
 from formats.container import TensorPlan, open_container, write_container
 from formats.manifest import ModelInfo, parse, to_json
+from formats.model_info import IDENTITY
+from kvtool.identity_config import config_of, quantisation_of
 from kvtool.model import LoadedModel
 from kvtool.moments import collect
 from tests import tiny_random
@@ -57,7 +59,8 @@ def weights_of(model: nn.Module) -> str:
 
 def loaded(model: nn.Module, name: str = "tiny", dtype: str = "float32", tokenizer: str = "ab" * 32) -> LoadedModel:
     """A LoadedModel around a live model, with an identity of its own weights."""
-    info = ModelInfo(name, "tiny", weights_of(model), tokenizer, dtype)
+    known: dict[str, Any] = {"identity": IDENTITY, "quantisation": quantisation_of(model), "config": config_of(model)}
+    info = ModelInfo(name, "tiny", weights_of(model), tokenizer, dtype, tokenizer_state=tokenizer, **known)
     return LoadedModel(model, ByteTokenizer(), info, Path())
 
 

@@ -187,7 +187,7 @@ def test_unlike_shapes_need_a_map(tiny_b: LoadedModel) -> None:
 
 def test_other_tokenizers_are_refused(tiny_b: LoadedModel) -> None:
     source = source_of_snapshot(computed("tiny-a"))
-    with pytest.raises(IncompatibleError, match="tokenizer ffffffffffff of tiny-a is not"):
+    with pytest.raises(IncompatibleError, match="tokenizer of tiny-a is not that of tiny-b: file ffffffffffff"):
         transfer(replace(source, model=replace(source.model, tokenizer="f" * 64)), tiny_b)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvtool import identity, identity_cache, tiny
 from kvtool.identity import weights_digest
-from kvtool.identity_cache import keep, recall, remembered, stats
+from kvtool.identity_cache import Sight, keep, recall, remembered, stats
 
 LATER_NS = 10_000_000_000
 TICK_S = 0.02  # more than a tick of this machine's file systems, so that a change moves ctime
@@ -155,8 +155,8 @@ def test_a_file_changed_while_it_is_read_is_not_remembered(model: Path, later: N
         flip(path, path.stat().st_size - 1)
         return "ab" * 32
 
-    assert remembered([path], compute) == "ab" * 32
-    assert not store.exists() and remembered([path], lambda: "cd" * 32) == "cd" * 32
+    assert remembered("weights", Sight.of([path]), compute) == "ab" * 32
+    assert not store.exists() and remembered("weights", Sight.of([path]), lambda: "cd" * 32) == "cd" * 32
 
 
 def test_a_damaged_entry_is_a_miss(model: Path, later: None, store: Path) -> None:
@@ -164,11 +164,11 @@ def test_a_damaged_entry_is_a_miss(model: Path, later: None, store: Path) -> Non
     whole, now = weights_digest(model), stats(files)
     (entry,) = store.iterdir()
     sound = entry.read_bytes()
-    assert recall(now) == whole
+    assert recall("weights", now) == whole
     damaged = [sound[:cut] for cut in range(len(sound))] + [sound[:i] + bytes([b ^ 1]) + sound[i + 1 :] for i, b in enumerate(sound)]
     for data in [*damaged, b"\xff" * 99, b"[]\n", b"{}", sound + sound]:
         entry.write_bytes(data)
-        assert recall(now) is None
+        assert recall("weights", now) is None
     assert weights_digest(model) == whole and entry.read_bytes() == sound
     # A folder in its place is a miss as well, and cannot be written.
     entry.unlink()
@@ -183,9 +183,9 @@ def test_an_entry_of_another_rule_or_of_other_files_is_a_miss(
     now = stats([model / "model.safetensors"])
     for i in range(2, 5):
         other = [tuple(value + (i == j) for j, value in enumerate(now[0]))]
-        assert recall(other) is None  # type: ignore[arg-type]
-    monkeypatch.setattr(identity_cache, "VERSION", 2)
-    assert recall(now) is None
+        assert recall("weights", other) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(identity_cache, "VERSION", identity_cache.VERSION + 1)
+    assert recall("weights", now) is None
 
 
 def test_a_store_that_cannot_be_written_is_said_once(
@@ -211,18 +211,18 @@ def test_no_home_directory(model: Path, later: None, monkeypatch: pytest.MonkeyP
 def test_many_at_once(model: Path) -> None:
     files = stats([model / "model.safetensors"])
     digests = ["ab" * 32, "cd" * 32]
-    keep(files, digests[0])
+    keep("weights", files, digests[0])
     found: set[str | None] = set()
 
     def work(own: str) -> None:
         for _ in range(40):
-            keep(files, own)
-            found.add(recall(files))
+            keep("weights", files, own)
+            found.add(recall("weights", files))
 
     threads = [threading.Thread(target=work, args=(digest,)) for digest in digests * 3]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found <= set(digests) and recall(files) in digests
-    assert [path.name for path in (model.parent / "cache" / "weights").iterdir()] == [identity_cache.entry_of(files).name]
+    assert found <= set(digests) and recall("weights", files) in digests
+    assert [path.name for path in (model.parent / "cache" / "weights").iterdir()] == [identity_cache.entry_of("weights", files).name]

@@ -459,7 +459,7 @@ def test_recode_refuses_by_name(tmp_path: Path) -> None:
     refuse(path, "not both", ValueError, to_model=model, rope_theta=1e5)
     refuse(path, "go with a codec", ValueError, shift=1, sink=3)
     refuse(path, "no codec", ValueError, codec="zip")
-    refuse(path, "tokenizer abab.* is not efef", to_model=renamed(model, tokenizer="ef" * 32))
+    refuse(path, "tokenizer of .* is not that of .*: file abab.*, model efef", to_model=renamed(model, tokenizer="ef" * 32))
     refuse(path, "below 0", shift=-1)
     refuse(path, "2 layers, but the model has 3", to_model=twin("llama", num_hidden_layers=3))
     refuse(path, "KV heads: file 2, model 4", to_model=twin("llama", num_key_value_heads=4))

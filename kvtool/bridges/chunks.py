@@ -14,7 +14,7 @@ from kvtool.bridges.pairs import check_layers_of
 from kvtool.bridges.running import continued, full_state
 from kvtool.bridges.transferring import Source, cached
 from kvtool.capturing import Snapshot
-from kvtool.compat import short
+from kvtool.compat import computing_problems, tokenizer_difference
 from kvtool.model import LoadedModel
 from kvtool.states import CacheState
 
@@ -82,10 +82,12 @@ def cut(source: Source, model: LoadedModel, start: int, stop: int) -> Snapshot:
 
 
 def _check(source: Source, model: LoadedModel) -> None:
-    if source.model.weights is None or (source.model.weights, source.model.tokenizer) != (model.info.weights, model.info.tokenizer):
+    differ = [*computing_problems(source.model, model.info)]
+    tokenizer = tokenizer_difference(source.model, model.info)
+    differ += [] if tokenizer is None else [f"tokenizer: {tokenizer}"]
+    if differ:
         raise IncompatibleError(
-            f"computed by {source.model.name} with weights {short(source.model.weights)}, not by {model.info.name} with "
-            f"{short(model.info.weights)}",
+            f"computed by {source.model.name}, not by {model.info.name}: {'; '.join(differ)}",
             hint="chunks go together in the model that computed them; kvtool recode --to-model, with a map, brings one over",
         )
 

@@ -9,6 +9,7 @@ from formats.transfer_map import LayerMap, MapFile
 from kvtool.archive import producer
 from kvtool.bridges.pairs import LENGTH, PIECES, Pairs, check_layers_of, collect_pairs
 from kvtool.bridges.ridge import Ridge, fit_ridge, held_out
+from kvtool.compat import computing_problems
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe
 
@@ -42,7 +43,7 @@ def fit(
         ValueError: too little text for so many source layers.
         IncompatibleError: other tokenizers, the same weights, or layers that no map can be made for.
     """
-    if source.info.weights == target.info.weights and source.info.weights is not None:
+    if not computing_problems(source.info, target.info):
         raise IncompatibleError(f"{source.info.name} and {target.info.name} have the same weights", hint="recode --to-model is exact")
     if sources is not None and sources < 1:
         raise ValueError(f"[fit] sources must be at least 1, but got {sources}.")

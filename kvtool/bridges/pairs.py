@@ -12,6 +12,7 @@ from blake3 import blake3
 from formats.errors import IncompatibleError
 from kvtool import calibration_texts
 from kvtool.capturing import check_ids, encode_prompt, prefill, token_ids
+from kvtool.compat import tokenizer_difference
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.snapshot import take_states
@@ -118,8 +119,10 @@ def collect_pairs(
         ValueError: no text, or one that is too short.
         IncompatibleError: other tokenizers, or layers that no map can be made for.
     """
-    if source.info.tokenizer != target.info.tokenizer:
-        raise IncompatibleError(f"{source.info.name} and {target.info.name} have unlike tokenizers", hint="maps need one tokenizer")
+    problem = tokenizer_difference(source.info, target.info)
+    if problem is not None:
+        what = f"{source.info.name} and {target.info.name} have unlike tokenizers: {problem}"
+        raise IncompatibleError(what, hint="maps need one tokenizer")
     tables = [check_layers_of(model) for model in (source, target)]
     chosen = pieces_of(target, texts, pieces, length)
     total, done = sum(len(ids) for _, ids in chosen), 0

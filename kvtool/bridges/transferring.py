@@ -23,7 +23,7 @@ from kvtool.bridges.recompute import Recompute, recomputed
 from kvtool.bridges.running import full_state
 from kvtool.bridges.work import Work
 from kvtool.capturing import Snapshot
-from kvtool.compat import short
+from kvtool.compat import computing_problems, tokenizer_difference
 from kvtool.decoding import rope_of
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe
@@ -189,16 +189,17 @@ def _note(step: dict[str, Any], plan: Recompute) -> str:
 
 
 def _check_models(source: Source, target: LoadedModel, mapping: MapFile | None) -> None:
-    if source.model.tokenizer is None or source.model.tokenizer != target.info.tokenizer:
+    problem = tokenizer_difference(source.model, target.info)
+    if problem is not None:
         raise IncompatibleError(
-            f"tokenizer {short(source.model.tokenizer)} of {source.model.name} is not {short(target.info.tokenizer)} of {target.info.name}",
+            f"the tokenizer of {source.model.name} is not that of {target.info.name}: {problem}",
             hint="caches move only between models that share a tokenizer",
         )
     for side, own, model in () if mapping is None else (("source", mapping.source, source.model), ("target", mapping.target, target.info)):
-        if own.weights is None or own.weights != model.weights:
+        differ = computing_problems(own, model)
+        if differ:
             raise IncompatibleError(
-                f"the map's {side} is {own.name} with weights {short(own.weights)}, not {model.name} with {short(model.weights)}",
-                hint="kvtool fit makes one for these two",
+                f"the map's {side} is {own.name}, not {model.name}: {'; '.join(differ)}", hint="kvtool fit makes one for these two"
             )
 
 

@@ -40,6 +40,12 @@ calibration_option = click.option(
     "--calibration", metavar="FILE", help="Calibration that the file's codecs need, where the store does not have it."
 )
 
+adapter_option = click.option(
+    "--adapter",
+    type=click.Path(exists=True, file_okay=False),
+    metavar="PATH",
+    help="Folder of mlx_lm.lora: an adapter on top of the model.",
+)
 map_option = click.option(
     "--map", "mapping", type=click.Path(exists=True, dir_okay=False), metavar="MAP", help="Map rows by this file of `kvtool fit`."
 )
@@ -212,6 +218,7 @@ def quality_line(step: dict[str, Any]) -> str:
     before = ", of what mlx-lm had quantised" if step.get("requantised") else ""
     none = step["note"] if isinstance(step.get("note"), str) else "no added error"
     error = f"squared error / energy: {', '.join(figures)}" if figures else none
+    error += f"; {step['note']}" if figures and isinstance(step.get("note"), str) else ""
     kl = step.get("kl")
     measured = f"; KL {kl:.3g} nats a token on the prompt" if isinstance(kl, int | float) else ""
     return f"{step['step']} {step.get('codec', '')}{before}: {error}{measured}"

@@ -9,16 +9,17 @@ import click
 
 from formats.calibration import to_bytes, write_calibration
 from kvtool import calibration_store as store
-from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, model_option, named_texts
+from kvtool.cli._common import adapter_option, bar, check_target, dtype_option, emit, json_option, model_option, named_texts
 
 
 @click.command("calibrate")
 @model_option
+@adapter_option
 @click.option("--text", "files", multiple=True, metavar="F", help="File with a text, once or more; the shipped corpus where none is given.")
 @dtype_option
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="CAL", help="Write the calibration there, not to the store.")
 @json_option
-def command(model_name: str, files: tuple[str, ...], dtype: str, output: str | None, as_json: bool) -> None:
+def command(model_name: str, adapter: str | None, files: tuple[str, ...], dtype: str, output: str | None, as_json: bool) -> None:
     """Learn a model's tables for the codecs tc, tcz and commvq-N:additive, once for all prompts.
 
     Runs texts through the model, forwards and backwards. Without -o the calibration goes to the store, where kvtool finds it by itself
@@ -39,7 +40,7 @@ def command(model_name: str, files: tuple[str, ...], dtype: str, output: str | N
     from kvtool.model import load_model
 
     start = time.monotonic()
-    model = load_model(model_name, dtype=dtype)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
     with bar("calibrating", quiet=as_json) as progress:
         calibration = calibrate(model, texts, progress=progress)
     file = calibration.file
@@ -61,7 +62,7 @@ def command(model_name: str, files: tuple[str, ...], dtype: str, output: str | N
         "seconds": round(time.monotonic() - start, 1),
         "file_bytes": path.stat().st_size,
     }
-    use = ["kvtool", "export", "--model", model.argument, "--prompt-file", "F", "--codec", "tc-2"]
+    use = ["kvtool", "export", "--model", *model.arguments, "--prompt-file", "F", "--codec", "tc-2"]
     use += [] if output is None else ["--calibration", output]
     emit(as_json, data, _text(data, shlex.join([*use, "-o", "OUT.kv"])))
 

@@ -28,7 +28,7 @@ def command(as_json: bool) -> None:
         except FormatError as error:
             about["problem"] = show_problem(error)
         else:
-            about |= {"model": file.model.name, "weights": file.model.weights}
+            about |= {"model": file.model.name, "weights": file.model.effective_weights}
             about["problem"] = None if own == digest else f"DigestError: has digest {own}"
         status = path.stat()
         found.append(about | {"bytes": status.st_size, "written": datetime.fromtimestamp(int(status.st_mtime), UTC).isoformat()})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtool.cli._common import (
+    adapter_option,
     bar,
     check_target,
     dtype_option,
@@ -29,6 +30,7 @@ SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "
 @click.command("eval")
 @click.argument("source", metavar="[IN.kv]", required=False, type=click.Path(exists=True, dir_okay=False))
 @click.option("--model", "model_name", metavar="M", help="Model directory, repository id, or tiny-a / tiny-b (shipped with kvtool).")
+@adapter_option
 @click.option(
     "--text",
     "text_files",
@@ -50,7 +52,11 @@ SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "
 @click.option(
     "--n", "tokens", type=click.IntRange(1), metavar="N", help="Positions to score at most, a text; 256, or 896 of a streaming sweep."
 )
-@click.option("--allow-mismatch", is_flag=True, help="Accept a file computed by other weights; shapes and RoPE must fit all the same.")
+@click.option(
+    "--allow-mismatch",
+    is_flag=True,
+    help="Accept a file of another model (weights, adapter, config, tokenizer); shapes and RoPE must fit all the same.",
+)
 @click.option(
     "--codec",
     "codecs",
@@ -114,6 +120,7 @@ def command(
     context: click.Context,
     source: str | None,
     model_name: str | None,
+    adapter: str | None,
     text_files: tuple[str, ...],
     arms: str,
     wrong_file: str | None,
@@ -154,13 +161,15 @@ def command(
     if csv_file is not None:
         check_target(csv_file)
     if robustness:
-        _only(given, (*SWEEP_ONLY, "model_name", "text_files", "tokens", "dtype", "calibration"), "a sweep, not with --robustness")
+        _only(
+            given, (*SWEEP_ONLY, "model_name", "adapter", "text_files", "tokens", "dtype", "calibration"), "a sweep, not with --robustness"
+        )
         _robustness(specs, csv_file, as_json)
         return
     if model_name is None or not text_files:
         raise click.UsageError("give --model" if model_name is None else "give --text")
     if source is None:
-        _sweep(model_name, text_files, specs, dtype, as_json, csv_file=csv_file, tokens=tokens, calibration=calibration, **options)
+        _sweep(model_name, adapter, text_files, specs, dtype, as_json, csv_file=csv_file, tokens=tokens, calibration=calibration, **options)
         return
     if len(text_files) > 1:
         raise click.UsageError("IN.kv is scored on one --text")
@@ -173,7 +182,7 @@ def command(
     from kvtool.sealing import seal
 
     text = read_text(text_files[0])
-    model = load_model(model_name, dtype=dtype)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
     chosen = [a for a in arms.split(",") if a]
     with bar("scoring", quiet=as_json) as progress:
         report = evaluate(
@@ -229,6 +238,7 @@ def _only(given: set[str], names: Sequence[str], where: str) -> None:
 
 def _sweep(
     model_name: str,
+    adapter: str | None,
     text_files: tuple[str, ...],
     specs: list[str],
     dtype: str,
@@ -250,7 +260,7 @@ def _sweep(
     if len(set(names)) < len(names):
         raise click.UsageError("a --text is given twice")
     texts = {name: read_text(f) for name, f in zip(names, text_files, strict=True)}
-    model = load_model(model_name, dtype=dtype)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
     with bar("scoring", quiet=as_json) as progress:
         report = sweep(model, texts, specs, progress=progress, **options)
     data = report.to_json()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from formats.errors import IncompatibleError
-from kvtool.cli._common import calibration_option, dtype_option, emit, json_option, model_option, printable
+from kvtool.cli._common import adapter_option, calibration_option, dtype_option, emit, json_option, model_option, printable, quality_line
 
 if TYPE_CHECKING:
     from kvtool.explaining import Explanation
@@ -17,10 +17,11 @@ MOST = 4  # differences of one field in the text; --json has all
 @click.command("explain")
 @click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
 @model_option
+@adapter_option
 @calibration_option
 @dtype_option
 @json_option
-def command(source: str, model_name: str, calibration: str | None, dtype: str, as_json: bool) -> None:
+def command(source: str, model_name: str, adapter: str | None, calibration: str | None, dtype: str, as_json: bool) -> None:
     """Say whether import takes a file into a model, what differs field by field, and what to run to carry the cache over.
 
     Exits with 0 where import takes the file as it is, else with 5. Reads the file's header alone.
@@ -32,7 +33,7 @@ def command(source: str, model_name: str, calibration: str | None, dtype: str, a
     from kvtool.explaining import explain
     from kvtool.model import load_model
 
-    found = explain(source, load_model(model_name, dtype=dtype), calibration=calibration)
+    found = explain(source, load_model(model_name, dtype=dtype, adapter=adapter), calibration=calibration)
     emit(as_json, asdict(found), as_text(found))
     if not found.accepted:
         raise click.exceptions.Exit(IncompatibleError.exit_code)
@@ -45,7 +46,8 @@ def as_text(found: "Explanation") -> str:
         state = {True: "same", False: "differs", None: "unknown"}[field.same]
         shown = "; ".join(field.differences[:MOST])
         more = f" and {len(field.differences) - MOST} more" if len(field.differences) > MOST else ""
-        lines.append(f"  {field.name:12} {state:8} {shown}{more}".rstrip())
+        lines.append(f"  {field.name:13} {state:8} {shown}{more}".rstrip())
+    lines += [f"  history: {quality_line(step)}" for step in found.history]
     lines += [f"  not open to {text}" for text in found.reasons]
     lines += [f"  run:     {text}" for text in found.commands]
     lines += [f"  instead: {text}" for text in found.instead]

@@ -11,6 +11,7 @@ import click
 from formats.errors import IncompatibleError
 from formats.files import naming
 from kvtool.cli._common import (
+    adapter_option,
     bar,
     check_target,
     dtype_option,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @model_option
+@adapter_option
 @click.option("--prompt", metavar="TEXT", help="The prompt.")
 @click.option("--prompt-file", metavar="F", help="File with the prompt; - is stdin.")
 @click.option(
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
 def command(
     context: click.Context,
     model_name: str,
+    adapter: str | None,
     prompt: str | None,
     prompt_file: str | None,
     tokens_file: str | None,
@@ -156,7 +159,7 @@ def command(
         return replace(plan, k=replace(plan.k, carry=True), v=replace(plan.v, carry=True))
 
     plan = plan if limit is not None else carried(plan)
-    model = load_model(model_name, dtype=dtype)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
     if from_cache is not None:
         caches, metadata = caches_from_prompt_cache(from_cache)
         _check_origin(from_cache, metadata.get("model"), model_name, model)
@@ -170,7 +173,7 @@ def command(
         from kvtool.calibrations import resolve
         from kvtool.quality import smallest_rate
 
-        tables = resolve(calibration, model.info.weights)
+        tables = resolve(calibration, model.info.effective_weights)
         family = plan.k.id
         if family not in ("tc", "tcz"):
             raise click.UsageError(

@@ -17,10 +17,21 @@ from kvtool.cli._common import bar, check_target, dtype_option, emit, json_optio
 @click.option("--sources", type=click.IntRange(1), metavar="N", help="Layers of A that a layer of B is built from, at most.")
 @click.option("--pieces", type=click.IntRange(2), default=64, show_default=True, metavar="N", help="Pieces of 256 tokens to learn from.")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="MAP", help="The file to write.")
+@click.option("--adapter-a", type=click.Path(exists=True, file_okay=False), metavar="PATH", help="Folder of mlx_lm.lora on top of A.")
+@click.option("--adapter-b", type=click.Path(exists=True, file_okay=False), metavar="PATH", help="Folder of mlx_lm.lora on top of B.")
 @dtype_option
 @json_option
 def command(
-    source_name: str, target_name: str, files: tuple[str, ...], sources: int | None, pieces: int, output: str, dtype: str, as_json: bool
+    source_name: str,
+    target_name: str,
+    files: tuple[str, ...],
+    sources: int | None,
+    pieces: int,
+    output: str,
+    adapter_a: str | None,
+    adapter_b: str | None,
+    dtype: str,
+    as_json: bool,
 ) -> None:
     """Learn a map from A's keys and values to B's, once for all prompts: in closed form, from texts that both models read.
 
@@ -39,7 +50,7 @@ def command(
     from kvtool.model import load_model
 
     start = time.monotonic()
-    source, target = (load_model(name, dtype=dtype) for name in (source_name, target_name))
+    source, target = (load_model(n, dtype=dtype, adapter=a) for n, a in ((source_name, adapter_a), (target_name, adapter_b)))
     with bar("running texts", quiet=as_json) as progress:
         mapping = fit(source, target, texts, sources=sources, pieces=pieces, progress=progress)
     digest = write_map(output, mapping)
@@ -59,7 +70,7 @@ def command(
         "seconds": round(time.monotonic() - start, 1),
     }
     left = [own.unexplained for own in mapping.layers.values()]
-    use = shlex.join(["kvtool", "recode", "IN.kv", "-o", "OUT.kv", "--to-model", target.argument, "--map", output])
+    use = shlex.join(["kvtool", "recode", "IN.kv", "-o", "OUT.kv", "--to-model", *target.arguments, "--map", output])
     emit(
         as_json,
         data,

@@ -12,6 +12,7 @@ import click
 
 from kvtool import tiny
 from kvtool.cli._common import (
+    adapter_option,
     bar,
     calibration_option,
     check_target,
@@ -41,6 +42,7 @@ def _finite(value: float) -> float:
 @click.command("import")
 @click.argument("source", metavar="[IN.kv]", required=False, type=click.Path(exists=True, dir_okay=False))
 @model_option
+@adapter_option
 @click.option("--store", "where", metavar="STORE", help="Go on from the longest beginning of the prompt in a store; see kvtool store.")
 @click.option("--prompt", metavar="TEXT", help="Text that follows the cached prompt; with --store the whole prompt.")
 @click.option("--prompt-file", metavar="F", help="The same from a file; - is stdin.")
@@ -64,7 +66,11 @@ def _finite(value: float) -> float:
 )
 @click.option("--decode", is_flag=True, help="Expand the codes to mlx-lm's own caches; by default attention reads codes.")
 @click.option("--live", metavar="SPEC", help="Keep the rows in this codec while they live, such as tc-3 for a file of tcz.")
-@click.option("--allow-mismatch", is_flag=True, help="Accept a file computed by other weights; shapes and RoPE must fit all the same.")
+@click.option(
+    "--allow-mismatch",
+    is_flag=True,
+    help="Accept a file of another model (weights, adapter, config, tokenizer); shapes and RoPE must fit all the same.",
+)
 @map_option
 @recompute_option
 @click.option("--require", "limits", metavar="LIMITS", help="Refuse (exit 7) unless sealed to be as good, such as kl=0.05,top1=0.9.")
@@ -78,6 +84,7 @@ def _finite(value: float) -> float:
 def command(
     source: str | None,
     model_name: str,
+    adapter: str | None,
     where: str | None,
     prompt: str | None,
     prompt_file: str | None,
@@ -141,7 +148,7 @@ def command(
     from kvtool.store.resuming import resume
 
     text = read_text(prompt_file) if prompt_file is not None else prompt
-    model = load_model(model_name, dtype=dtype)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
     if where is not None:
         assert text is not None
         tokens = encode_prompt(model, text, chat=chat)
@@ -175,7 +182,7 @@ def command(
             # mlx_lm.generate loads this name, and knows no model that ships with kvtool.
             name = str(model.folder) if model_name in tiny.NAMES else model_name
             write_mlx_lm(target[1], states, {"model": name, "tokenizer_config": "{}"})
-            remarks = list(cast_note(casts))
+            remarks = [*archive.identity_notes(model), *cast_note(casts)]
             if archive.tokens is not None and len(archive.tokens) > archive.length:
                 remarks.append("the last token is not in the cache (it could not be taken back there); begin the prompt with it")
             for remark in (*map(quality_line, archive.manifest.quality), *remarks):

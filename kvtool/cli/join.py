@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from kvtool.cli._common import (
+    adapter_option,
     bar,
     calibration_option,
     check_target,
@@ -31,6 +32,7 @@ def _span(text: str | None) -> tuple[int, int | None] | None:
 @click.command("join")
 @click.argument("sources", metavar="IN.kv ...", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @model_option
+@adapter_option
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv", help="May be one of them.")
 @click.option(
     "--recompute",
@@ -48,6 +50,7 @@ def _span(text: str | None) -> tuple[int, int | None] | None:
 def command(
     sources: tuple[str, ...],
     model_name: str,
+    adapter: str | None,
     output: str,
     recompute: int,
     tokens: str | None,
@@ -77,7 +80,7 @@ def command(
     from kvtool.bridges.transferring import Source, source_of
     from kvtool.model import load_model
 
-    model = load_model(model_name, dtype=dtype)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
     archives = [open_archive(source, calibration=calibration) for source in sources]
     try:
         chunks: list[Source] = [source_of(archive) for archive in archives]

@@ -2,11 +2,12 @@
 
 import click
 
-from kvtool.cli._common import calibration_option, dtype_option, model_option, note
+from kvtool.cli._common import adapter_option, calibration_option, dtype_option, model_option, note
 
 
 @click.command("lm-server", context_settings={"ignore_unknown_options": True})
 @model_option
+@adapter_option
 @click.option(
     "--cache",
     "files",
@@ -22,7 +23,13 @@ from kvtool.cli._common import calibration_option, dtype_option, model_option, n
 @dtype_option
 @click.argument("options", metavar="[SERVER_OPTION]...", nargs=-1, type=click.UNPROCESSED)
 def command(
-    model_name: str, files: tuple[str, ...], codec: str | None, calibration: str | None, dtype: str, options: tuple[str, ...]
+    model_name: str,
+    adapter: str | None,
+    files: tuple[str, ...],
+    codec: str | None,
+    calibration: str | None,
+    dtype: str,
+    options: tuple[str, ...],
 ) -> None:
     """Serve a model with mlx_lm.server, whose prompt cache holds these files from the start. SERVER_OPTION is any of mlx_lm.server's own.
 
@@ -35,7 +42,7 @@ def command(
     from kvtool.model import load_model
     from kvtool.serving import serve
 
-    model = load_model(model_name, dtype=dtype)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
     prompts = [load(path, model, calibration=calibration) for path in files]
     for path, restored in zip(files, prompts, strict=True):
         note(f"{path}: {restored.usable} tokens, {sum(c.nbytes for c in restored.cache):,} bytes")

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from kvtool.cli._common import (
+    adapter_option,
     bar,
     check_target,
     dtype_option,
@@ -25,6 +26,7 @@ from kvtool.cli._common import (
 @click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv", help="May be IN.kv itself.")
 @click.option("--to-model", metavar="M", help="Rotate for this model's live RoPE and make the file its own.")
+@adapter_option
 @map_option
 @recompute_option
 @click.option(
@@ -52,6 +54,7 @@ def command(
     source: str,
     output: str,
     to_model: str | None,
+    adapter: str | None,
     mapping: str | None,
     recompute: str | None,
     profile: str | None,
@@ -84,6 +87,8 @@ def command(
     across = mapping is not None or recompute is not None or profile is not None
     if across and to_model is None:
         raise click.UsageError("--map, --recompute and --profile need --to-model")
+    if adapter is not None and to_model is None:
+        raise click.UsageError("--adapter goes with --to-model")
     if across and (rope_theta is not None or shift):
         raise click.UsageError("--map, --recompute and --profile go without --rope-theta and --shift")
     if (profile is not None) != (share is not None or kl is not None) or (share is not None and kl is not None):
@@ -96,7 +101,7 @@ def command(
     from kvtool.model import load_model
     from kvtool.recoding import recode
 
-    target = None if to_model is None else load_model(to_model, dtype=dtype)
+    target = None if to_model is None else load_model(to_model, dtype=dtype, adapter=adapter)
     choice: dict[str, Any] = {"codec": codec, "sink": sink, "recent": recent, "frame": frame, "calibration": calibration}
     if profile is not None:
         assert target is not None
