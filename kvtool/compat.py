@@ -1,7 +1,7 @@
 """Does a file fit a model: who computed it, what its layers are, how its keys are rotated. Every difference is named."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from formats.container import Reader
@@ -9,7 +9,7 @@ from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import CACHE_DTYPES, CacheInfo, Manifest, ModelInfo
 from kvtool.decoding import check_class, rope_of
 from kvtool.encoding import DTYPE_NAMES
-from kvtool.identity_config import differences
+from kvtool.identity_config import config_digest, differences
 from kvtool.probe import CacheProbe
 from veloxquant_mlx.transfer.rope import RopeSpec
 
@@ -43,6 +43,26 @@ def check_identity(path: str, manifest: Manifest, model: ModelInfo, arguments: S
             path=path,
             hint=f"kvtool recode {shlex.quote(path)} -o OUT.kv --to-model {shlex.join(arguments)}",
         )
+
+
+def identity_key(model: ModelInfo, probes: Iterable[CacheProbe]) -> dict[str, str | None]:
+    """Digests of all over which import refuses a file, for the names under which caches are kept; RoPE's fields only where needed."""
+    rope = any(rotation_unknown(probe) for probe in probes)
+    return {
+        "architecture": model.architecture,
+        "weights": model.weights,
+        "adapter": model.adapter,
+        "quantisation": None if model.quantisation is None else model.quantisation["blake3"],
+        "tokenizer": model.tokenizer,
+        "tokenizer_state": model.tokenizer_state,
+        "config": None if model.config is None else config_digest(model.config, rope=rope),
+    }
+
+
+def rotation_unknown(probe: CacheProbe) -> bool:
+    """Whether a layer's rotation could not be described, so that only its model's config says what it is."""
+    own = any(role is not None and role.rope_problem is not None for role in (probe.k, probe.v))
+    return own or any(rotation_unknown(inner) for inner in probe.caches)
 
 
 def identity_problems(manifest: Manifest, model: ModelInfo) -> list[str]:

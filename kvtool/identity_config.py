@@ -54,9 +54,9 @@ def differences(file: Mapping[str, Any], model: Mapping[str, Any], *, rope: bool
     return found
 
 
-def config_digest(config: Mapping[str, Any]) -> str:
-    """blake3 (hex) of the fields, without RoPE's."""
-    kept = {name: value for name, value in config.items() if name.rpartition(".")[2] not in ROPE}
+def config_digest(config: Mapping[str, Any], *, rope: bool = False) -> str:
+    """blake3 (hex) of the fields, of RoPE's only where asked for."""
+    kept = {name: value for name, value in config.items() if rope or name.rpartition(".")[2] not in ROPE}
     return blake3(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -54,12 +54,13 @@ def matches(
         avoid: names of objects that are as good as absent.
         only: key of the one space to look in.
     """
-    here = layers_digest(probe_model(model.model))
+    probes = probe_model(model.model)
+    here = layers_digest(probes)
     # A cache that cannot give its last token back is of no use where no token is left to run.
     longest = len(ids) if cached_part(model, len(ids)) == len(ids) else len(ids) - 1
     found = []
     for space in known.spaces():
-        if space.name in avoid or (only is not None and space.key != only) or not space.same_model(model.info):
+        if space.name in avoid or (only is not None and space.key != only) or not space.same_model(model.info, probes):
             continue
         same, dtype = space.about["layers"] == here, space.about["model"]["dtype"] == model.info.dtype
         for line in lines(objects, space, ids[:longest], ends, avoid):

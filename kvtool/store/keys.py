@@ -27,6 +27,7 @@ from blake3 import blake3
 from formats.errors import DigestError, IncompatibleError, ManifestError
 from formats.manifest import ModelInfo
 from formats.strict_json import loads
+from kvtool.compat import identity_key
 from kvtool.probe import CacheProbe, RoleProbe
 from veloxquant_mlx.codecs import CodecPlan, parse_codec
 
@@ -83,7 +84,7 @@ class Space:
         about = {
             "schema": SCHEMA,
             "algorithm": "blake3",
-            "model": {name: getattr(model, name) for name in ("architecture", "weights", "tokenizer", "dtype")},
+            "model": {**identity_key(model, probes), "dtype": model.dtype},
             "layers": layers_digest(probes),
             "codec": codec,
             "calibration": calibration,
@@ -136,9 +137,10 @@ class Space:
         """Digest of the tables that its codec takes, None without."""
         return None if self.about["calibration"] is None else str(self.about["calibration"])
 
-    def same_model(self, model: ModelInfo) -> bool:
-        """Whether a model's weights and tokenizer are this space's; its layers and dtype are compared apart."""
-        return all(self.about["model"][name] == getattr(model, name) for name in ("weights", "tokenizer"))
+    def same_model(self, model: ModelInfo, probes: Sequence[CacheProbe]) -> bool:
+        """Whether a model is this space's; its layers and dtype are compared apart."""
+        about = self.about["model"]
+        return all(name in about and about[name] == value for name, value in identity_key(model, probes).items())
 
     def keys(self, tokens: Sequence[int]) -> Iterator[str]:
         """Keys of the whole chunks of a prompt, one after the other."""

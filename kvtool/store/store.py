@@ -148,7 +148,7 @@ class Store:
         if plan.recent > self.chunk:
             raise ValueError(f"[put] recent must be at most a chunk of {self.chunk} tokens, but got {plan.recent}.")
         calibrated = is_calibrated(plan.k) or is_calibrated(plan.v)
-        tables = resolve(calibration, snapshot.model.weights) if calibrated else None
+        tables = resolve(calibration, snapshot.model.effective_weights) if calibrated else None
         if calibration is not None and not calibrated:
             raise ValueError(f"[put] {plan.spec()} takes no calibration: leave it out.")
         # Refuses to mix what is encrypted, and how.

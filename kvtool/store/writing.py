@@ -99,7 +99,7 @@ def write_piece(
     encoder = Encoder(plan, bound={} if binding is None else binding.codecs)
     layers = tuple(encoder.layer(str(i), state, probe) for i, (state, probe) in enumerate(zip(states, snapshot.probes, strict=True)))
     # The same model has many names, and a chunk's bytes are the same under each.
-    who = replace(snapshot.model, name=f"{snapshot.model.architecture} {str(snapshot.model.weights)[:12]}")
+    who = replace(snapshot.model, sketch=None, name=f"{snapshot.model.architecture} {str(snapshot.model.weights)[:12]}")
     length = piece.stop - piece.start
     write_archive(path, who, ids, length, layers, encoder, snapshot.history, extra=extra, binding=binding)
 
