@@ -150,3 +150,24 @@ def test_layers_are_alike_where_back_ends_round_apart() -> None:
     near = replace(PROBES[0], k=replace(k, rope=replace(k.rope, base=k.rope.base * (1 + 1e-9))))
     far = replace(PROBES[0], k=replace(k, rope=replace(k.rope, base=k.rope.base * (1 + 1e-4))))
     assert layers_digest([near]) == layers_digest([PROBES[0]]) != layers_digest([far])
+
+
+def test_a_space_is_of_all_that_import_compares() -> None:
+    info = MODEL.info
+    own = space()
+    for change in (
+        {"weights": "cd" * 32},
+        {"adapter": "cd" * 32},
+        {"quantisation": {"summary": "affine 4 bits in groups of 64: 9 modules", "blake3": "cd" * 32}},
+        {"tokenizer": "cd" * 32},
+        {"tokenizer_state": "cd" * 32},
+        {"config": {**(info.config or {}), "rms_norm_eps": 1e-3}},
+    ):
+        other = replace(info, **change)
+        assert not own.same_model(other, PROBES) and space(model=other).key != own.key
+    # RoPE is compared as the layers turn rows, but where that is not known.
+    moved = replace(info, config={**(info.config or {}), "rope_theta": 7.0})
+    assert own.same_model(replace(info, name="by another name"), PROBES) and own.same_model(moved, PROBES)
+    assert PROBES[0].k is not None
+    unknown = (replace(PROBES[0], k=replace(PROBES[0].k, rope=None, rope_problem="unknown")), *PROBES[1:])
+    assert not space(probes=unknown).same_model(moved, unknown) and space(probes=unknown).same_model(info, unknown)

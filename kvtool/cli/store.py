@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 import click
 
 from kvtool.cli._common import (
+    adapter_option,
     bar,
     calibration_option,
     check_target,
@@ -144,13 +145,22 @@ def gc(where: str, quota: int | None, as_json: bool) -> None:
 @where
 @click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
 @model_option
+@adapter_option
 @click.option("--codec", default="rvq-4", show_default=True, metavar="SPEC", help="Encode with this codec; see kvtool export.")
 @quota_option
 @calibration_option
 @dtype_option
 @json_option
 def put(
-    where: str, source: str, model_name: str, codec: str, quota: int | None, calibration: str | None, dtype: str, as_json: bool
+    where: str,
+    source: str,
+    model_name: str,
+    adapter: str | None,
+    codec: str,
+    quota: int | None,
+    calibration: str | None,
+    dtype: str,
+    as_json: bool,
 ) -> None:
     """Put a file's cache into a store. Rows that a lossy codec has stored are coded once more; kvtool export --store codes the model's own.
 
@@ -162,7 +172,7 @@ def put(
     from kvtool.capturing import Snapshot
     from kvtool.model import load_model
 
-    model = load_model(model_name, dtype=dtype)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
     with open_archive(source, calibration=calibration) as archive:
         probes = archive.check(model)
         casts: list[str] = []
@@ -177,6 +187,7 @@ def put(
 @command.command("get")
 @where
 @model_option
+@adapter_option
 @click.option("--prompt", metavar="TEXT", help="The prompt.")
 @click.option("--prompt-file", metavar="F", help="File with the prompt; - is stdin.")
 @click.option("--tokens", "tokens_file", metavar="F", help="File with its token ids instead (JSON list or integers).")
@@ -187,6 +198,7 @@ def put(
 def get(
     where: str,
     model_name: str,
+    adapter: str | None,
     prompt: str | None,
     prompt_file: str | None,
     tokens_file: str | None,
@@ -211,7 +223,7 @@ def get(
     from kvtool.capturing import encode_prompt
     from kvtool.model import load_model
 
-    model = load_model(model_name, dtype=dtype)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
     prompt_ids = encode_prompt(model, text or "", chat=chat) if tokens is None else tokens
     with opened(where) as store:
         match = store.get(prompt_ids, model, output)
