@@ -82,7 +82,10 @@ def load_model(source: str | Path, *, dtype: str = "auto", adapter: str | Path |
     try:
         model, tokenizer = load(str(folder), adapter_path=None if adapter is None else str(adapter))[:2]
         mx.eval(model.parameters())  # an adapter is read when it is needed, and then it must be what is digested
-    except UNLOADABLE as error:
+    except Exception as error:
+        # A tokenizer.json that is JSON and no tokenizer raises the bare class.
+        if not isinstance(error, UNLOADABLE) and type(error) is not Exception:
+            raise
         what, where = ("this model", folder) if adapter is None else ("this model with this adapter", adapter)
         raise IncompatibleError(
             f"mlx-lm cannot load {what}: {error}", path=str(where), hint="check the path, and that mlx-lm supports its model_type"

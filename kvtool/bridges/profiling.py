@@ -23,7 +23,7 @@ from kvtool.bridges.running import check_scattered
 from kvtool.bridges.transferring import Source, source_of_snapshot, transfer
 from kvtool.bridges.work import Work
 from kvtool.capturing import capture, check_ids, encode_prompt, token_ids
-from kvtool.compat import short
+from kvtool.compat import computing_problems, short
 from kvtool.hidden import check_stream
 from kvtool.model import LoadedModel
 from kvtool.snapshot import build_caches
@@ -153,10 +153,10 @@ def choose(
     if (share is None) == (kl is None):
         raise ValueError("[profile] give a share or a kl, one of them.")
     for side, own, model in (("source", found.source, source.model), ("target", found.target, target.info)):
-        if own.weights is None or own.weights != model.weights:
+        differ = computing_problems(own, model)
+        if differ:
             raise IncompatibleError(
-                f"the profile's {side} is {own.name} with weights {short(own.weights)}, not {model.name} with {short(model.weights)}",
-                hint="kvtool profile makes one for these two",
+                f"the profile's {side} is {own.name}, not {model.name}: {'; '.join(differ)}", hint="kvtool profile makes one for these two"
             )
     if found.mapping != mapping:
         raise IncompatibleError(

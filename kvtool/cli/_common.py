@@ -46,6 +46,15 @@ adapter_option = click.option(
     metavar="PATH",
     help="Folder of mlx_lm.lora: an adapter on top of the model.",
 )
+adapter_a_option, adapter_b_option = (
+    click.option(
+        f"--adapter-{side}",
+        type=click.Path(exists=True, file_okay=False),
+        metavar="PATH",
+        help=f"Folder of mlx_lm.lora: an adapter on top of {side.upper()}.",
+    )
+    for side in "ab"
+)
 map_option = click.option(
     "--map", "mapping", type=click.Path(exists=True, dir_okay=False), metavar="MAP", help="Map rows by this file of `kvtool fit`."
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, named_texts
+from kvtool.cli._common import adapter_a_option, adapter_b_option, bar, check_target, dtype_option, emit, json_option, named_texts
 
 
 @click.command("fit")
@@ -17,8 +17,8 @@ from kvtool.cli._common import bar, check_target, dtype_option, emit, json_optio
 @click.option("--sources", type=click.IntRange(1), metavar="N", help="Layers of A that a layer of B is built from, at most.")
 @click.option("--pieces", type=click.IntRange(2), default=64, show_default=True, metavar="N", help="Pieces of 256 tokens to learn from.")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="MAP", help="The file to write.")
-@click.option("--adapter-a", type=click.Path(exists=True, file_okay=False), metavar="PATH", help="Folder of mlx_lm.lora on top of A.")
-@click.option("--adapter-b", type=click.Path(exists=True, file_okay=False), metavar="PATH", help="Folder of mlx_lm.lora on top of B.")
+@adapter_a_option
+@adapter_b_option
 @dtype_option
 @json_option
 def command(

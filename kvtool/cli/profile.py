@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtool.cli._common import bar, check_target, dtype_option, emit, json_option, map_option, named_texts, note
+from kvtool.cli._common import (
+    adapter_a_option,
+    adapter_b_option,
+    bar,
+    check_target,
+    dtype_option,
+    emit,
+    json_option,
+    map_option,
+    named_texts,
+    note,
+)
 
 if TYPE_CHECKING:
     from formats.profile import Profile
@@ -25,6 +36,8 @@ if TYPE_CHECKING:
 @click.option("--n", "scored", type=click.IntRange(1), default=256, show_default=True, metavar="N", help="Tokens scored after them.")
 @click.option("--step", type=click.IntRange(1), metavar="N", help="Layers of the coarse grid's step; a sixth of them by default.")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="PROFILE", help="The file to write.")
+@adapter_a_option
+@adapter_b_option
 @dtype_option
 @json_option
 def command(
@@ -36,6 +49,8 @@ def command(
     scored: int,
     step: int | None,
     output: str,
+    adapter_a: str | None,
+    adapter_b: str | None,
     dtype: str,
     as_json: bool,
 ) -> None:
@@ -59,7 +74,7 @@ def command(
     from kvtool.model import load_model
 
     start = time.monotonic()
-    source, target = (load_model(name, dtype=dtype) for name in (source_name, target_name))
+    source, target = (load_model(n, dtype=dtype, adapter=a) for n, a in ((source_name, adapter_a), (target_name, adapter_b)))
     used, map_digest = (None, None) if mapping is None else read_map(mapping)
     with bar("measuring", quiet=as_json) as progress:
         found = profile(source, target, texts, mapping=used, digest=map_digest, prefix=prefix, scored=scored, step=step, progress=progress)
@@ -80,7 +95,7 @@ def command(
         "file_bytes": os.path.getsize(output),
         "seconds": round(time.monotonic() - start, 1),
     }
-    use = ["kvtool", "recode", "IN.kv", "-o", "OUT.kv", "--to-model", target.argument, *(["--map", mapping] if mapping else [])]
+    use = ["kvtool", "recode", "IN.kv", "-o", "OUT.kv", "--to-model", *target.arguments, *(["--map", mapping] if mapping else [])]
     head = f"{output}: {found.source.name} to {found.target.name}, {len(found.texts)} texts, {prefix} tokens cached, {scored} scored"
     emit(as_json, data, "\n".join([head, *table(found), f"  use: {shlex.join([*use, '--profile', output, '--share', '20%'])}"]))
 
