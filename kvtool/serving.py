@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +19,20 @@ from formats.errors import IncompatibleError
 from kvtool.archive import Restored
 from kvtool.live import make_cache
 from kvtool.model import LoadedModel
+from kvtool.store.behind import Behind
 from veloxquant_mlx.codecs import CodecPlan
 
 logger = logging.getLogger(__name__)
 
 
-def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str], *, codec: str | CodecPlan | None = None) -> None:
+def serve(
+    model: LoadedModel,
+    prompts: Sequence[Restored],
+    options: Sequence[str],
+    *,
+    codec: str | CodecPlan | None = None,
+    behind: Behind | None = None,
+) -> None:
     """Run `mlx_lm.server` until it is stopped.
 
     Args:
@@ -30,6 +40,7 @@ def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str
         prompts: caches of this model, of which every request takes the longest that its prompt begins with; they are shared, never copied.
         options: of mlx_lm.server, such as ["--port", "8081"]; --model, --kv-bits and --draft-model are not among them.
         codec: how the caches of other prompts are kept in memory; None: as mlx-lm keeps them.
+        behind: a store that all prompts go to, and come from where memory has less of them.
 
     Raises:
         IncompatibleError: a prompt without token ids, or a cache of the server's own that the codec cannot be used for.
@@ -58,6 +69,8 @@ def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str
                 if common > len(tokens) - len(rest) and (common == len(prefix) or can_trim_prompt_cache(held)):
                     cache, rest = copy.deepcopy(held), tokens[common:]
                     trim_prompt_cache(cache, len(prefix) - common)
+            if behind is not None and (stored := behind.found(tokens, len(tokens) - len(rest))) is not None:
+                cache, rest = stored[0], tokens[stored[1] :]
             if rest or cache is None:
                 return cache, rest
             # The server takes no request that has nothing left to run.
@@ -65,6 +78,11 @@ def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str
                 return None, tokens
             trim_prompt_cache(cache, 1)
             return cache, tokens[-1:]
+
+        def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **kind: Any) -> None:
+            super().insert_cache(model, tokens, prompt_cache, **kind)
+            if behind is not None:
+                behind.later(tokens, prompt_cache)
 
     def load(path: str | Path, *args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
         if str(path) != name:
@@ -87,7 +105,7 @@ def serve(model: LoadedModel, prompts: Sequence[Restored], options: Sequence[str
             return found
 
     replaced = {"LRUPromptCache": Cache, "ResponseGenerator": Generator, "load": load}
-    with _replaced(server, replaced), _arguments(["mlx_lm.server", "--model", name, *options]):
+    with _replaced(server, replaced), _arguments(["mlx_lm.server", "--model", name, *options]), _stoppable():
         try:
             server.main()
         finally:
@@ -113,6 +131,23 @@ def _replaced(module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM ends the server as ^C does, which it takes for a stop that was asked for: what waits is written first."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`kvtool lm-server`: mlx-lm's server whose prompt cache holds files, and keeps codes."""
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 
 import kvtool
+from kvtool.capturing import prefill
 from kvtool.serving import serve
+from kvtool.store.behind import WAITING, Behind
+from kvtool.store.store import Store
 
 PROMPT = "Once upon a time there was a cache. " + "The agents read it again. " * 60
 
@@ -31,10 +35,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def url(file: Path) -> Iterator[str]:
+@contextlib.contextmanager
+def serving(*more: str) -> Iterator[str]:
+    """Context manager: the address of a server of tiny-a, stopped as a service manager stops it."""
     port = free_port()
-    options = ["--model", "tiny-a", "--cache", str(file), "--codec", "rvq-4", "--port", str(port)]
+    options = ["--model", "tiny-a", *more, "--port", str(port)]
     process = subprocess.Popen([sys.executable, "-m", "kvtool", "lm-server", *options], stderr=subprocess.PIPE, text=True)
     try:
         for _ in range(240):
@@ -48,6 +53,12 @@ def url(file: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def url(file: Path) -> Iterator[str]:
+    with serving("--cache", str(file), "--codec", "rvq-4") as address:
+        yield address
 
 
 def complete(url: str, prompt: str) -> dict:
@@ -114,3 +125,54 @@ def test_options_that_do_not_go_with_it_are_refused(option: str) -> None:
 def test_a_codec_that_cannot_grow_is_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="cannot encode rows as they come"):
         serve(kvtool.load_model("tiny-a"), [], [], codec="commvq-2")
+
+
+# --- with a store
+
+
+def cached(answer: dict) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_restarted_server_knows_its_prompts(tmp_path: Path) -> None:
+    """The prompt itself but for its last token, and whole chunks of what begins alike; then its continuation too."""
+    store = ("--store", str(tmp_path / "store"))
+    with serving(*store) as address:
+        first = complete(address, PROMPT)
+        assert cached(first) == 0
+    total = first["usage"]["prompt_tokens"]
+    with serving(*store) as address:
+        again = complete(address, PROMPT)
+        assert cached(again) == total - 1
+        assert cached(complete(address, PROMPT + " The agents went home, and one said: it was")) >= total // 256 * 256
+        assert cached(complete(address, "Something else altogether")) == 0
+    longer = PROMPT + " The agents went home, and one said: it was"
+    with serving(*store) as address:
+        assert cached(complete(address, longer)) >= total + 5
+    with Store(tmp_path / "store") as kept:
+        assert not kept.check().problems and len(kept.entries()) > 3
+
+
+def test_many_caches_at_once_are_passed_over_not_waited_for(tmp_path: Path) -> None:
+    model = kvtool.load_model("tiny-a")
+    behind = Behind(Store(tmp_path / "store"), model)
+    ids = model.tokenizer.encode(PROMPT)
+    cache = prefill(model, ids)
+    for _ in range(WAITING + 3):
+        behind.later(ids, cache)
+    assert behind.passed_over == 3
+    with behind:
+        pass
+    assert behind.store.lookup([*ids, 1], model) is not None
+
+
+def test_a_store_that_fails_does_not_end_a_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    model = kvtool.load_model("tiny-a")
+    with pytest.raises(OSError):
+        Store(tmp_path / "file")
+    store = Store(tmp_path / "store", quota=1000)
+    ids = model.tokenizer.encode(PROMPT)
+    with Behind(store, model) as behind:
+        behind.later(ids, prefill(model, ids))
+    assert "is not put into the store" in caplog.text and behind.found(ids, 0) is None

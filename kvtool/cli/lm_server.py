@@ -2,7 +2,7 @@
 
 import click
 
-from kvtool.cli._common import adapter_option, calibration_option, dtype_option, model_option, note
+from kvtool.cli._common import adapter_option, calibration_option, dtype_option, model_option, note, opened, quota_option
 
 
 @click.command("lm-server", context_settings={"ignore_unknown_options": True})
@@ -19,6 +19,9 @@ from kvtool.cli._common import adapter_option, calibration_option, dtype_option,
 @click.option(
     "--codec", metavar="SPEC", help="Keep the caches of all other prompts as codes, such as rvq-4; default: as mlx-lm keeps them."
 )
+@click.option("--store", metavar="STORE", help="Put all prompts into this store, and go on from what it holds: restarts forget nothing.")
+@quota_option
+@click.option("--store-codec", default="rvq-4", show_default=True, metavar="SPEC", help="Of what is put into the store.")
 @calibration_option
 @dtype_option
 @click.argument("options", metavar="[SERVER_OPTION]...", nargs=-1, type=click.UNPROCESSED)
@@ -27,20 +30,26 @@ def command(
     adapter: str | None,
     files: tuple[str, ...],
     codec: str | None,
+    store: str | None,
+    quota: int | None,
+    store_codec: str,
     calibration: str | None,
     dtype: str,
     options: tuple[str, ...],
 ) -> None:
-    """Serve a model with mlx_lm.server, whose prompt cache holds these files from the start. SERVER_OPTION is any of mlx_lm.server's own.
+    """Serve a model with mlx_lm.server, whose prompt cache holds these files from the start, or is kept in a store. SERVER_OPTION is any of
+    mlx_lm.server's own.
 
     \b
     Example:
       kvtool export --model M --chat --prompt-file manual.txt --codec rvq-4 -o manual.kv
       kvtool lm-server --model M --cache manual.kv --codec rvq-4 --port 8081
+      kvtool lm-server --model M --store prompts --quota 20GB --port 8081
     """
     from kvtool.loading import load
     from kvtool.model import load_model
     from kvtool.serving import serve
+    from kvtool.store.behind import Behind
 
     model = load_model(model_name, dtype=dtype, adapter=adapter)
     prompts = [load(path, model, calibration=calibration) for path in files]
@@ -48,4 +57,8 @@ def command(
         note(f"{path}: {restored.usable} tokens, {sum(c.nbytes for c in restored.cache):,} bytes")
         for remark in restored.notes:
             note(remark)
-    serve(model, prompts, options, codec=codec)
+    if store is None:
+        serve(model, prompts, options, codec=codec)
+        return
+    with opened(store, quota) as place, Behind(place, model, store_codec, calibration) as behind:
+        serve(model, prompts, options, codec=codec, behind=behind)
