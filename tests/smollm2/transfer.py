@@ -218,7 +218,9 @@ def main(arguments: Sequence[str]) -> int:
         "",
         f"{PREFIX} tokens cached, {SCORED} scored, texts: {', '.join(texts)}. KL(own prefill || arm), nats a token; share: what the",
         "receiver computes, the map's products included, of the arithmetic of a prefill of its own; of plain: paired, 95 % interval.",
-        "A codec's row is the file in that codec, handed over and written in it again.",
+        "A codec's row is the file in that codec, handed over and written in it again. `input in the file`: what enters layer "
+        f"{BLOCK[0]}, as",
+        f"`export --layer-input {BLOCK[0]}` keeps it, beside the exact vectors.",
     ]
     problems = []
     for source, target, own in ((pair[0], pair[1], tables), (pair[1], pair[0], tables[::-1])):
