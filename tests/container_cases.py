@@ -8,7 +8,7 @@ import numpy as np
 import zstandard
 
 from formats.container import TensorPlan
-from formats.manifest import CacheInfo, CodecInfo, Manifest, ModelInfo, Role, Segment, StateArray, Tokens
+from formats.manifest import CacheInfo, CodecInfo, LayerInput, Manifest, ModelInfo, Role, Segment, StateArray, Tokens
 
 PREFIX = b'{"__metadata__":{"format":"kvtool","header_blake3":"'
 HALF = {"kind": "default", "dims": 4, "pairing": "half", "base": 10000.0, "scale": 1.0, "periods": None, "magnitude": 1.0, "first": 0}
@@ -91,6 +91,16 @@ def tiny_manifest(tokens: bool = True) -> Manifest:
 
 def tiny_plans() -> list[TensorPlan]:
     return [TensorPlan("k", "F16", (1, 1, 4), lambda: np.arange(4, dtype=np.float16).reshape(1, 1, 4))]
+
+
+def inputs_manifest() -> Manifest:
+    """The tiny manifest with what entered its layer, in the tensor "x"."""
+    rows = Role(2, 3, "F32", None, (Segment((0, 1), 0, "post", {"data": "x"}),))
+    return replace(tiny_manifest(), layer_inputs=(LayerInput(0, rows),))
+
+
+def inputs_plans() -> list[TensorPlan]:
+    return [*tiny_plans(), TensorPlan("x", "F32", (2, 1, 3), lambda: np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 1, 3))]
 
 
 def split(data: bytes) -> tuple[dict, dict, bytes]:

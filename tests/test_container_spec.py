@@ -8,7 +8,7 @@ import numpy as np
 import formats.manifest as manifest
 from formats import errors, examine, header, strict_json
 from formats.bitpack import LAYOUTS, pack
-from tests.container_cases import small_manifest
+from tests.container_cases import inputs_manifest, small_manifest
 
 SPEC = (Path(header.__file__).parent / "SPEC.md").read_text(encoding="utf-8")
 
@@ -34,7 +34,11 @@ def test_every_field_dtype_error_and_layout_is_described():
         cache["params"] = {}
     for segment in json["layers"][0]["k"]["segments"] + json["layers"][1]["k"]["segments"] + json["layers"][0]["v"]["segments"]:
         segment["tensors"] = {}
-    names = keys(json) | set(examine.tensor_json(examine.TensorInfo("", "U8", (), 0, 0, 0, 0, "", "")))
+    names = (
+        keys(json)
+        | keys(manifest.to_json(inputs_manifest())["layer_inputs"]) - {"data"}
+        | set(examine.tensor_json(examine.TensorInfo("", "U8", (), 0, 0, 0, 0, "", "")))
+    )
     assert {name for name in names if f"`{name}`" not in SPEC and f'"{name}"' not in SPEC} == set()
     assert {name for name in manifest.ITEM_BYTES if name not in SPEC} == set()
     words = (*manifest.ATTENTION, *manifest.FRAMES, *manifest.PAIRINGS, *examine.ENCODINGS, *LAYOUTS)
