@@ -34,7 +34,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from kvtool.store.objects import Entry, Missing, check_name
+from kvtool.store.objects import Entry, Missing, check_name, is_name
 from kvtool.store.scratch import Scratch
 
 SCHEMES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
@@ -180,7 +180,8 @@ class Buckets:
     def names(self, prefix: str = "") -> Iterator[Entry]:
         used = {name: date for name, _, date in self._listed("used", prefix)}
         for name, size, date in self._listed("objects", prefix):
-            yield Entry(name, size, max(date, used.get(name, 0.0)))
+            if is_name(name):
+                yield Entry(name, size, max(date, used.get(name, 0.0)))
 
     def _listed(self, folder: str, prefix: str) -> Iterator[tuple[str, int, float]]:
         """(name, bytes, date) of what lies below a folder."""

@@ -9,6 +9,7 @@ from formats.container import Reader
 from formats.errors import DigestError, FormatError, KVError, ManifestError
 from formats.tables import digest_of
 from kvtool.store.catalogue import Catalogue
+from kvtool.store.described import read_short
 from kvtool.store.keys import Node, Space, ids_bytes, keyed, node_of, tail_hashes
 from kvtool.store.objects import Missing, Objects
 from kvtool.store.opening import opened
@@ -100,8 +101,8 @@ def _check_place(reader: Reader, node: Node, secret: bytes | None) -> None:
 
 
 def _check_other(objects: Objects, name: str) -> None:
-    data = objects.read(name)
     kind, _, rest = name.partition("/")
+    data = objects.read(name) if kind == "calibrations" else read_short(objects, name)
     stem = rest.rpartition(".")[0]
     if kind == "spaces":
         Space.parse(data, stem, objects.name_key)

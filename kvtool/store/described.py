@@ -2,12 +2,13 @@
 
 import json
 import logging
+import re
 from typing import Any
 
 from mlx.utils import tree_reduce
 
 from formats.calibration import from_bytes, to_bytes
-from formats.errors import DigestError, IncompatibleError, KVError
+from formats.errors import DigestError, FormatError, IncompatibleError, KVError
 from formats.tables import digest_of
 from kvtool.calibrations import Calibration
 from kvtool.capturing import Snapshot
@@ -18,6 +19,10 @@ from kvtool.store.objects import Missing, Objects
 from kvtool.store.room import Room
 
 logger = logging.getLogger(__name__)
+
+LONGEST = 1 << 20
+_LONGEST_TABLES = 1 << 30
+_SPACE = re.compile(r"spaces/[0-9a-f]{64}\.json")
 
 
 class Descriptions:
@@ -34,7 +39,7 @@ class Descriptions:
         Raises:
             IncompatibleError: they are encrypted, with another key or none given.
         """
-        names = {entry.name for entry in self.objects.names("spaces/")}
+        names = {entry.name for entry in self.objects.names("spaces/") if _SPACE.fullmatch(entry.name)}
         self._spaces = {name: space for name, space in self._spaces.items() if name in names}
         for name in names - set(self._spaces):
             try:
@@ -48,7 +53,7 @@ class Descriptions:
         return [self._spaces[name] for name in sorted(self._spaces)]
 
     def _space(self, name: str) -> Space:
-        data = self.objects.read(name)
+        data = read_short(self.objects, name)
         if data.startswith(MAGIC):
             raise IncompatibleError("the store is encrypted", path=repr(self.objects), hint="give its key file in KVTOOL_STORE_KEY")
         return Space.parse(data, name.removeprefix("spaces/").removesuffix(".json"), self.objects.name_key)
@@ -57,9 +62,9 @@ class Descriptions:
         """What is known of a model, empty where nothing is."""
         if weights not in self._models:
             try:
-                about = json.loads(self.objects.read(f"models/{weights}.json"))
+                about = json.loads(read_short(self.objects, f"models/{weights}.json"))
                 known = {"name": str(about["name"]), **{name: int(about[name] or 0) for name in ("parameters", "row")}}
-            except (Missing, OSError, ValueError, TypeError, KeyError):
+            except (Missing, KVError, OSError, ValueError, TypeError, KeyError, RecursionError):
                 # It is of use to people, and to what goes first, and to nothing else.
                 return {}
             self._models[weights] = known
@@ -77,7 +82,7 @@ class Descriptions:
         if digest is None:
             return []
         try:
-            data = self.objects.read(tables_name(digest))
+            data = read_short(self.objects, tables_name(digest), _LONGEST_TABLES)
         except Missing:
             return []
         if digest_of(data) != digest:
@@ -113,6 +118,19 @@ class Descriptions:
         about = {} if space is None else self.model(space.weights)
         row = float(about.get("row") or 1)
         return tokens * (2 * float(about.get("parameters") or 12 * row * row) + 2 * row * (start + tokens / 2))
+
+
+def read_short(objects: Objects, name: str, longest: int = LONGEST) -> bytes:
+    """An object of at most `longest` bytes, whatever a stranger has put there.
+
+    Raises:
+        Missing: no such object.
+        FormatError: it is longer.
+    """
+    data = objects.read(name, 0, longest + 1)
+    if len(data) > longest:
+        raise FormatError(f"has more than {longest} bytes", path=name)
+    return data
 
 
 def tables_name(digest: str) -> str:

@@ -85,13 +85,18 @@ class Objects(Protocol):
         """Give back what it holds for this process, `scratch` among it; it may be used again afterwards."""
 
 
+def is_name(name: str) -> bool:
+    """Whether objects may have the name; a listing from elsewhere may have others."""
+    return isinstance(name, str) and len(name) <= MAX_NAME and _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> str:
     """The name, if objects may have it: parts of a-z 0-9 . _ - that do not begin with a dot, joined by slashes.
 
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ValueError(
             f"[store] an object's name must be parts of a-z 0-9 . _ - (none begins with a dot) joined by /, at most {MAX_NAME} characters, "
             f"but got {name!r}."

@@ -37,7 +37,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from kvtool.store.objects import Entry, Missing, check_name
+from kvtool.store.objects import Entry, Missing, check_name, is_name
 from kvtool.store.scratch import Scratch
 
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
@@ -45,6 +45,8 @@ TIMEOUT = 20.0
 RETRIES = 3
 PART = 8 << 20
 _EXPIRY = 3600
+_MOST_PARTS = 1 << 16
+_TIME = re.compile(rb"[0-9]{1,12}(\.[0-9]{1,9})?")
 _BATCH = 500
 _PREFIX = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -113,7 +115,7 @@ class Valkey:
         if None in found:
             return None
         upload, size, part = found
-        if not (size.isdigit() and part.isdigit() and int(part)):
+        if not (size.isdigit() and part.isdigit() and int(part) and int(size) <= int(part) * _MOST_PARTS):
             raise OSError(errno.EIO, f"a hash that no kvtool wrote (size {size!r}, part {part!r})", f"{self.url}: {name}")
         return upload, int(size), int(part)
 
@@ -199,9 +201,11 @@ class Valkey:
                 pipe = self._client.pipeline(transaction=False)
                 for key in batch:
                     pipe.hmget(key, ["size", "used"])
-                for key, (size, used) in zip(batch, pipe.execute(), strict=True):
-                    if size is not None and used is not None:
-                        yield Entry(key[len(self._prefix) + 2 : -1].decode(), int(size), float(used))
+                for key, (size, used) in zip(batch, pipe.execute(raise_on_error=False), strict=True):
+                    name = key[len(self._prefix) + 2 : -1].decode("utf-8", "replace")
+                    # Others may write into the same server.
+                    if is_name(name) and size is not None and size.isdigit() and used is not None and _TIME.fullmatch(used):
+                        yield Entry(name, int(size), float(used))
 
     def _scanned(self, pattern: str) -> Iterator[list[bytes]]:
         """Keys that match, each once, in batches."""
