@@ -239,7 +239,7 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not root.exists()
     assert opened.scratch.is_relative_to(opened.local.root) and opened.local.root.stat().st_mode & 0o077 == 0
     opened.close()
-    for scheme in ("http", "ftp", "file"):
+    for scheme in ("ftp", "file"):
         with pytest.raises(ValueError, match=f"s3://.*but got {scheme}://"):
             open_objects(f"{scheme}://x/y")
 

@@ -100,7 +100,7 @@ class Valkey:
             self._client: Any = (RedisCluster if cluster else Redis).from_url(target, **options)
 
     def __repr__(self) -> str:
-        return f"Valkey({self.url!r})"
+        return f"Valkey({self.url!r}, prefix={self._prefix!r})"
 
     @property
     def scratch(self) -> Path:
