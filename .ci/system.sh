@@ -14,6 +14,7 @@ have_openblas() {
 }
 arm_wanted() { [ "$(uname -sm)" = "Linux x86_64" ]; }
 have_redis() { command -v redis-server >/dev/null || command -v valkey-server >/dev/null; }
+have_chromium() { command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; }
 have_clang() { [ "$(uname -sm)" != "Linux x86_64" ] || command -v clang-19 >/dev/null; }
 
 check() {
@@ -21,6 +22,7 @@ check() {
   [ "$extra" != cpu ] || have_openblas || missing="$missing libopenblas0-pthread"
   have_clang || missing="$missing clang-19"
   have_redis || missing="$missing redis-server"
+  have_chromium || missing="$missing chromium"
   ! arm_wanted || command -v aarch64-linux-gnu-g++ >/dev/null || missing="$missing g++-aarch64-linux-gnu"
   ! arm_wanted || command -v qemu-aarch64 >/dev/null || missing="$missing qemu-user"
 }
@@ -39,6 +41,7 @@ for package in $missing; do
     libopenblas0-pthread) note "OpenBLAS not found; MLX's CPU build then runs about 15 times slower" "$package" ;;
     g++-aarch64-linux-gnu) note "no compiler for aarch64; the tests then skip NEON" "$package" ;;
     qemu-user) note "no emulator of aarch64; the tests then skip NEON" "$package" ;;
+    chromium) note "no chromium; the tests then skip the page of the service" "$package" ;;
     redis-server) note "no redis-server; the tests then skip stores on Redis and Valkey" "$package" ;;
     clang-19) note "clang 19 not found; the tests then skip the Metal kernels" "$package" ;;
   esac

@@ -112,7 +112,8 @@ class Entries(BaseModel):
 
 
 class Stats(BaseModel):
-    """A tenant's share of the store, and what this service has been asked since it started."""
+    """A tenant's share of the store; and since this service started, look-ups that found something and those that did not, one for each
+    space that was looked through, and objects that went for the quota."""
 
     bytes: int
     kinds: dict[str, dict[str, int]]
