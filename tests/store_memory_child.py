@@ -1,0 +1,75 @@
+"""Puts into a store and loads from it, of a large synthetic cache, each measured in this process; see test_store_memory.py.
+
+python -m tests.store_memory_child FOLDER
+"""
+
+import importlib
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+
+from kvtool.capturing import Snapshot
+from kvtool.model import LoadedModel
+from kvtool.probe import probe_model
+from kvtool.states import CacheState
+from kvtool.store.store import Store
+from tests.library import loaded
+from tests.memory_child import measured
+
+LAYERS, HEADS, ROWS, DIM, VOCAB = 28, 4, 4000, 64, 97
+CODECS = {"raw": "raw", "rvq": "rvq-4", "affine": "affine-4"}
+
+
+def model() -> LoadedModel:
+    """A llama of float16 with random weights: wide in its cache, and small in all else."""
+    llama = importlib.import_module("mlx_lm.models.llama")
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        intermediate_size=16,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=DIM,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+    )
+    made = llama.Model(args)
+    made.set_dtype(mx.float16)
+    mx.eval(made.parameters())
+    return loaded(made, "wide", "float16")
+
+
+def snapshot(who: LoadedModel, rows: int) -> Snapshot:
+    states, key = [], mx.random.key(1)
+    for layer in range(LAYERS):
+        k, v = (mx.random.normal((HEADS, rows, DIM), mx.float16, key=mx.random.split(key, 2 * LAYERS)[2 * layer + i]) for i in range(2))
+        mx.eval(k, v)
+        states.append(CacheState("KVCache", "full", offset=rows, positions=((0, rows),), k=k, v=v))
+    return Snapshot(who.info, tuple(i % VOCAB for i in range(rows)), rows, tuple(states), probe_model(who.model))
+
+
+def main(folder: Path) -> None:
+    who = model()
+    small, whole = snapshot(who, 40), snapshot(who, ROWS)
+    tokens = [*(whole.tokens or ()), 1]
+    found: dict[str, dict[str, int | None]] = {}
+    for name, codec in CODECS.items():
+        store = Store(folder / name)
+        # Code, tables and the BLAS are loaded before anything is measured.
+        store.put(small, codec=codec)
+        store.load([*tokens[:40], 1], who)
+        found[f"put {name}"] = measured(partial(store.put, whole, codec=codec))
+        found[f"get {name}"] = measured(partial(store.get, tokens[:-1], who, folder / f"{name}.kv"))
+    del whole
+    for name in CODECS:
+        found[f"load {name}"] = measured(partial(Store(folder / name).load, tokens, who))
+    sizes = {name: (folder / f"{name}.kv").stat().st_size for name in CODECS}
+    print(json.dumps({"figures": found, "files": sizes, "cache": LAYERS * 2 * HEADS * ROWS * DIM * 2}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
