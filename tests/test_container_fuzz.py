@@ -1,7 +1,12 @@
 """Seeded mutations of valid files: only KVErrors come out, and no changed byte goes unnoticed."""
 
 import json
+import os
 import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import blake3
 import pytest
@@ -13,6 +18,7 @@ from formats.manifest import parse, to_json
 from tests.container_cases import forge, outer_text, seal, split
 from tests.golden.make_container import FOLDER
 
+ROOT = Path(__file__).parents[1]
 ODD = [
     None, True, False, 0, 1, -1, 63, 64, 2**31, 2**48, 2**53, 2**63, 10**18, 0.5, -0.0, 1e300, "", "x", "none", "zstd", "F16", "BF16", "\0",
     "../x", "00" * 32, [], {}, [0], [0, 0], [1, 0], [[0, 1]], [None], {"x": 1}, [0] * 40, "layers.0.k.0.x", "full", "post",
@@ -160,3 +166,12 @@ def test_tensor_bytes_with_the_right_digests(tmp_path):
         path.write_bytes(forge(data, outer, manifest, bytes(mutated)))
         seen[outcome(path)] += 1
     assert seen["damaged"] > 100 and seen["refused"] == 0
+
+
+def test_guided_by_coverage():
+    """A few seconds of `tests.fuzz_parser`; KVTOOL_FUZZ_SECONDS=600 is its long form."""
+    pytest.importorskip("atheris", reason="atheris is not installed")
+    seconds = os.environ.get("KVTOOL_FUZZ_SECONDS", "4")
+    command = [sys.executable, "-m", "tests.fuzz_parser", "--seconds", seconds, "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60 + int(seconds), check=False, cwd=ROOT)
+    assert done.returncode == 0 and re.search(r"Done \d{3,} runs", done.stderr), done.stderr[-3000:]
