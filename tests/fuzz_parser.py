@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of all that reads bytes of strangers: `python -m tests.fuzz_parser [--seconds 600]`, with atheris.
 
 Each input is read as a kvtool file (header, manifest, every tensor and its digest), as tables and as a space of a store. Errors of
-`formats.errors` alone are allowed, each within SLOWEST seconds, in a process that never takes more than MEMORY megabytes (it begins with 110).
+`formats.errors` alone are allowed, each within SLOWEST seconds, in a process that takes at most MEMORY megabytes (it begins with 110).
 """
 
 import argparse
