@@ -22,6 +22,7 @@ from kvtool.capturing import Snapshot, vocabulary
 from kvtool.compat import check_identity, check_layers, check_ropes, check_rows, identity_problems, not_compared
 from kvtool.decoding import Decoder
 from kvtool.encoding import Encoder, codec_plan
+from kvtool.identifying import check_live
 from kvtool.live import Placement, coded_cache, placement_notes, placements, shareable
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
@@ -355,8 +356,10 @@ class Archive:
         """Whether this file can live in `model`; returns the model's layer table.
 
         Raises:
-            IncompatibleError: computed by another model (unless allow_mismatch), or not of this model's shape, RoPE or start.
+            IncompatibleError: computed by another model (unless allow_mismatch), or not of this model's shape, RoPE or start; or the model
+                is not the one any more that was loaded.
         """
+        check_live(model.model, model.info)
         if not allow_mismatch:
             check_identity(self.path, self.manifest, model.info, model.arguments)
         self.check_tokens(model)

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_pr
 from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
 from kvtool.hidden import inputs_taken
+from kvtool.identifying import check_live
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.snapshot import take_states, unlimited
@@ -104,6 +105,7 @@ def capture(
         raise TypeError(f"[capture] model must come from kvtool.load_model, but got {type(model).__name__}.")
     if (prompt is None) == (cache is None):
         raise ValueError("[capture] give either a prompt or a cache.")
+    check_live(model.model, model.info)
     if cache is not None and layer_inputs:
         raise ValueError("[capture] layer_inputs go with a prompt: a cache does not hold what entered its layers.")
     probes = probe_model(model.model)

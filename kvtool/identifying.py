@@ -96,6 +96,18 @@ def identify(name: str, architecture: str, model: nn.Module, tokenizer: Any, fil
     return info
 
 
+def check_live(model: nn.Module, info: ModelInfo) -> None:
+    """Raise IncompatibleError where a live model has been quantised, or an adapter put on it, since its identity was taken."""
+    if info.identity < 2:
+        return
+    quantisation = quantisation_of(model)
+    if quantisation != info.quantisation:
+        before, now = ("none" if q is None else q["summary"] for q in (info.quantisation, quantisation))
+        raise IncompatibleError(f"{info.name} was loaded with quantisation {before}, and has {now} now", hint="save it, and load that")
+    if info.adapter is None and any("lora_a" in module for module in model.modules()):
+        raise IncompatibleError(f"{info.name} was loaded without an adapter, and has one now", hint="load it with adapter=")
+
+
 @functools.cache
 def _libraries() -> str:
     """Versions of what makes tokenizers and live models of files."""

@@ -9,14 +9,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.utils import load
+from mlx_lm.utils import load, load_adapters
 
 import kvtool
+from formats.calibration import from_bytes
 from formats.container import open_container
 from formats.errors import IncompatibleError, ManifestError
 from formats.manifest import Manifest, parse, to_json
 from formats.model_info import ModelInfo, model_json
 from kvtool import identifying, identity_cache
+from kvtool.calibrations import Calibration, resolve
 from kvtool.compat import computing_problems, identity_layers, not_compared
 from kvtool.identity_config import config_of, differences, quantisation_of
 from kvtool.identity_sketch import SAMPLES, likeness, sketch_of
@@ -235,6 +237,36 @@ def test_no_adapter_there(folder: Path, tmp_path: Path) -> None:
     (own / "adapter_config.json").write_text("{")
     with pytest.raises(IncompatibleError):
         load_model(folder, adapter=own)
+
+
+def test_a_live_model_changed_after_it_was_loaded(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    kvtool.save(kvtool.capture(load_model(folder), PROMPT), path)
+    small = load_model(folder)
+    nn.quantize(small.model, 64, 4)
+    adapted = load_model(folder)
+    load_adapters(adapted.model, str(adapter(folder, tmp_path / "own")))
+    for model, what in ((small, "quantisation none, and has affine 4 bits"), (adapted, "without an adapter, and has one")):
+        for attempt in (lambda m=model: kvtool.load(path, m, allow_mismatch=True), lambda m=model: kvtool.capture(m, PROMPT)):
+            with pytest.raises(IncompatibleError, match=what):
+                attempt()
+
+
+def test_calibrations_are_of_an_adapter_too(tiny_a: LoadedModel, calibration_a: bytes) -> None:
+    file = from_bytes(calibration_a)
+    with_adapter = replace(tiny_a.info, adapter="ab" * 32)
+    for own, model, fits in (
+        (tiny_a.info, tiny_a.info, True),
+        (with_adapter, with_adapter, True),
+        (with_adapter, tiny_a.info, False),
+        (tiny_a.info, with_adapter, False),
+    ):
+        given = Calibration(replace(file, model=own), "0" * 64)
+        if fits:
+            assert resolve(given, model.effective_weights) is given
+        else:
+            with pytest.raises(IncompatibleError, match="is of tiny-a"):
+                resolve(given, model.effective_weights)
 
 
 # --- remembering -------------------------------------------------------------------------------------------------------------------

@@ -137,6 +137,8 @@ def test_case_12_adapters(tmp_path: Path, folder: Path, capsys: pytest.CaptureFi
     shutil.rmtree(one)
     again = load_model(folder, adapter=moved)
     assert kvtool.load(path, again).usable > 0 and explain(path, again).verdict == "identical"
+    capsys.readouterr()
+    assert cli(["inspect", str(path)]) == 0 and f"adapter {digests[0]}, quantisation none" in capsys.readouterr().out
     for command in (["import", str(path), "--prompt", "In", "--max-tokens", "2"], ["explain", str(path)]):
         assert cli([*command, "--model", str(folder), "--adapter", str(moved)]) == 0
         assert cli([*command, "--model", str(folder), "--adapter", str(two)]) == 5
@@ -181,7 +183,7 @@ def test_case_13_every_field_of_geometry_flipped_alone(family: str, config: dict
     refused(path, other)
     found = explain(path, other)
     assert not found.accepted and any(match in text for field in found.fields for text in field.differences)
-    # Even where the config is not recorded.
+    # Even where the config says nothing of it.
     refused(path, renamed(other, config=model.info.config), match)
 
 

@@ -163,6 +163,8 @@ def command(
     if from_cache is not None:
         caches, metadata = caches_from_prompt_cache(from_cache)
         _check_origin(from_cache, metadata.get("model"), model_name, model)
+        if adapter is not None:
+            note(f"{from_cache} does not say which adapter computed it: that it is {adapter} is taken on trust")
         with naming(from_cache):
             snapshot = capture(model, cache=caches, tokens=ids)
     else:

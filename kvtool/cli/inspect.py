@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from formats.container import Reader, open_container
-from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Role
+from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, ModelInfo, Role
 from kvtool import calibration_store as store
 from kvtool.cli._common import emit, json_option, percent, printable, quality_line
 
@@ -37,7 +37,7 @@ def describe(reader: Reader) -> dict[str, Any]:
         "path": reader.path,
         "schema": manifest.schema,
         "producer": manifest.producer,
-        "model": dict(vars(manifest.model)),
+        "model": _model(manifest.model),
         "origin": manifest.extra.get("origin"),
         "tokens": None if manifest.tokens is None else len(manifest.tokens.ids),
         "usable_tokens": manifest.length,
@@ -54,6 +54,20 @@ def describe(reader: Reader) -> dict[str, Any]:
         "layers": layers,
         "layer_inputs": [{"layer": given.layer, **_role(reader, given.rows)} for given in manifest.layer_inputs],
     }
+
+
+def _model(model: ModelInfo) -> dict[str, Any]:
+    """A model's identity, without the weights of its sketch."""
+    return {**vars(model), "sketch": None if model.sketch is None else {name: model.sketch[name] for name in ("of", "dtype")}}
+
+
+def _layers_of(model: dict[str, Any]) -> str:
+    """The layers of an identity beside weights and tokenizer, as text."""
+    if model["identity"] < 2:
+        return "adapter none; quantisation, tokenizer rules and config are not recorded (an older file)"
+    quantisation = "none" if model["quantisation"] is None else model["quantisation"]["summary"]
+    rules = f"tokenizer rules {_short(model['tokenizer_state'])}, config of {len(model['config'] or {})} fields"
+    return f"adapter {'none' if model['adapter'] is None else _short(model['adapter'])}, quantisation {quantisation}, {rules}"
 
 
 def calibrations_of(manifest: Manifest) -> list[str]:
@@ -104,11 +118,13 @@ def as_text(data: dict[str, Any]) -> str:
     lines = [
         f"{data['path']}: {data['file_bytes']:,} bytes ({data['header_bytes']:,} header), schema {data['schema']}",
         f"model      {model['name']} ({model['architecture']}), weights {_short(model['weights'])}, tokenizer {_short(model['tokenizer'])}",
+        f"           {_layers_of(model)}",
         f"tokens     {data['usable_tokens']} usable, {tokens}",
         f"size       {data['bits_per_value'] or 0:.3f} bits a value, header included: {share} of 16 bits",
     ]
     if isinstance(data["origin"], dict):
-        lines.append(f"origin     computed by {data['origin'].get('name')}, weights {_short(data['origin'].get('weights'))}")
+        adapter = f", adapter {_short(data['origin']['adapter'])}" if "adapter" in data["origin"] else ""
+        lines.append(f"origin     computed by {data['origin'].get('name')}, weights {_short(data['origin'].get('weights'))}{adapter}")
     for calibration in data["calibrations"]:
         where = "in the store" if calibration["here"] else "not in the store: import takes --calibration FILE"
         lines.append(f"tables     calibration {calibration['digest']}, {where}")
