@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvtool.identifying import ModelFiles, identify
+from kvtool.model import load_model
 from tests.smollm2.make import models_at
 
 COLD_S, WARM_S = 2.0, 0.010  # aims
@@ -24,9 +26,6 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> int:
-    from kvtool.identifying import ModelFiles, identify
-    from kvtool.model import load_model
-
     with tempfile.TemporaryDirectory() as root:
         model = load_model(sys.argv[1] if len(sys.argv) > 1 else models_at()["smollm2"])
 
