@@ -158,3 +158,40 @@ def run(tmp_path: Path, name: str, environment: dict[str, str], *words: str) -> 
     done = subprocess.run([sys.executable, "-m", "kvtool", *words], env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_a_copy_that_the_disk_has_changed_is_fetched_anew(tmp_path: Path, redis_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is damaged here alone costs nobody else anything."""
+    shared = make("redis", lambda _: redis_port, tmp_path, monkeypatch)
+    model, tokens, store = tiny("qwen3"), ids(29), machine(shared, tmp_path, "here")
+    store.put(kvtool.capture(model, tokens), codec=LOSSY)
+    want = logits(store, tokens)
+    copies = sorted((tmp_path / "here").rglob("*.kv"))
+    assert len(copies) == 4
+    for path in copies[:2]:
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 1
+        path.write_bytes(data)
+    got = logits(store, tokens)
+    assert got[0] == want[0] and np.array_equal(got[1], want[1])
+    assert store.counts["broken"] == 0 and len(list(shared.names("chunks/"))) == 3
+    # A check is of what is shared, not of the copies.
+    copies[0].write_bytes(b"x")
+    assert not store.check().problems
+
+
+def test_copies_of_a_prompt_come_together(tmp_path: Path, redis_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = make("redis", lambda _: redis_port, tmp_path, monkeypatch)
+    model, tokens = tiny("qwen3"), ids(60)
+    machine(shared, tmp_path, "one").put(kvtool.capture(model, tokens), codec=LOSSY)
+    names = [entry.name for entry in shared.names() if entry.name.endswith(".kv")]
+    copied = LocalCopy(shared, tmp_path / "two")
+    copied.fetch([*names, "chunks/gone"])
+    monkeypatch.setattr(shared, "read", lambda *_: pytest.fail("it is here"))
+    assert all(copied.path(name) is not None for name in names) and copied.local.unfinished() == 0
+    monkeypatch.undo()
+    # Where they would push one another out, none is fetched before it is used.
+    small = LocalCopy(shared, tmp_path / "three", quota=sum(shared.sizes(names)))
+    small.fetch(names)
+    assert not list(small.local.names())
+    assert logits(Store(small, chunk=CHUNK), tokens)[0] == 59

@@ -9,7 +9,10 @@ import contextlib
 import errno
 import os
 import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from formats.container import open_container
@@ -21,6 +24,8 @@ from kvtool.store.scratch import Scratch
 QUOTA = 16 << 30
 # One read of the back end: bounded, so that a timeout is about a stalled connection and not about a big object.
 _BLOCK = 16 << 20
+_AT_ONCE = 8  # objects
+_COUNT_EVERY = 5.0  # seconds
 
 
 def check_container(path: Path) -> None:
@@ -59,6 +64,9 @@ class LocalCopy:
         self._local: Folder | None = None
         self.quota = quota
         self._check = check
+        # Bytes left as this process knows it: others that share the folder are seen when it is counted anew.
+        self._room, self._counted = 0, -_COUNT_EVERY
+        self._making_room = threading.Lock()
 
     def __repr__(self) -> str:
         return f"LocalCopy({self.remote!r})"
@@ -95,6 +103,31 @@ class LocalCopy:
         self.local.touch(name)
         return found
 
+    def fetch(self, names: Sequence[str]) -> None:
+        """Fetch several at once, those of them that are not here yet. What fails is left to `path`, which says why."""
+        missing = [name for name in names if self.local.path(name) is None]
+        # Copies that would push one another out are fetched one by one, each mapped before the next.
+        if len(missing) < 2 or 2 * sum(size or 0 for size in self.remote.sizes(missing)) > self.quota:
+            return
+
+        def one(name: str) -> None:
+            with contextlib.suppress(KVError, OSError):
+                self._fetch(name)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(one, missing))
+
+    def forget(self, name: str) -> bool:
+        """Remove a copy that this machine's disk has changed since it was checked; False where it is sound, or there is none."""
+        found = self.local.path(name)
+        if found is None:
+            return False
+        try:
+            self._check(found)
+        except KVError:
+            return self.local.remove(name)
+        return False
+
     def _fetch(self, name: str) -> bool:
         """Whether there is such an object; then there is a copy of it too, unless another process was quick to evict it."""
         size = self.remote.size(name)
@@ -130,13 +163,18 @@ class LocalCopy:
         self._check(target)
 
     def _make_room(self, size: int) -> None:
-        entries = sorted(self.local.names(), key=lambda entry: entry.used)
-        taken = sum(entry.size for entry in entries) + self.local.unfinished()
-        for entry in entries:
-            if taken + size <= self.quota:
+        with self._making_room:
+            self._room -= size
+            if self._room >= 0 and time.monotonic() - self._counted < _COUNT_EVERY:
                 return
-            self.local.remove(entry.name)
-            taken -= entry.size
+            entries = sorted(self.local.names(), key=lambda entry: entry.used)
+            taken = sum(entry.size for entry in entries) + self.local.unfinished() + size
+            for entry in entries:
+                if taken <= self.quota:
+                    break
+                self.local.remove(entry.name)
+                taken -= entry.size
+            self._room, self._counted = self.quota - taken, time.monotonic()
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         try:

@@ -17,6 +17,7 @@ from kvtool.store.described import Descriptions
 from kvtool.store.finding import Match
 from kvtool.store.joined import Joined
 from kvtool.store.keys import Node, Space
+from kvtool.store.local_copy import LocalCopy
 from kvtool.store.objects import Missing, Objects
 from veloxquant_mlx.caches.coded import CodedKVCache
 from veloxquant_mlx.codecs import RECENT
@@ -121,6 +122,8 @@ def joined(objects: Objects, match: Match, ids: Sequence[int], model: LoadedMode
         Lost: as `alive`.
     """
     parts: list[Reader] = []
+    if isinstance(objects, LocalCopy):
+        objects.fetch([node.name for node in match.nodes])
     try:
         for node in match.nodes:
             try:

@@ -23,6 +23,7 @@ from kvtool.store.checking import CheckReport, check
 from kvtool.store.described import Descriptions, tables_name
 from kvtool.store.finding import Match, matches
 from kvtool.store.keys import CHUNK, SHORT, Node, Space, chain, chunk_name, node_of, tail_name
+from kvtool.store.local_copy import LocalCopy
 from kvtool.store.objects import Objects
 from kvtool.store.opening import Lost, alive, opened, write
 from kvtool.store.room import Room
@@ -244,13 +245,14 @@ class Store:
                 restored = alive(self.objects, self.known, found[0], ids, model, decode=decode, mapped=mapped, progress=progress)
             except Lost as lost:
                 # What went since the lookup is looked up again; what keeps going is given up, as is what cannot be used.
-                gone += lost.note is None
-                if lost.note is not None or gone >= ATTEMPTS:
+                again = lost.note is None or (lost.damaged and isinstance(self.objects, LocalCopy) and self.objects.forget(lost.name))
+                gone += again
+                if not again or gone >= ATTEMPTS:
                     avoid |= {lost.name}
                 if lost.note is not None:
                     logger.warning("%s", lost.note)
                     notes.append(lost.note)
-                if lost.damaged:
+                if lost.damaged and not again:
                     self.counts["broken"] += 1
                     self.objects.remove(lost.name)
                 continue
@@ -365,7 +367,8 @@ class Store:
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> CheckReport:
         """Read every object and compare it with its name; nothing is changed."""
-        return check(self.objects, progress)
+        # Of what is shared, not of this machine's copies.
+        return check(self.objects.remote if isinstance(self.objects, LocalCopy) else self.objects, progress)
 
     def entries(self) -> list[Listed]:
         """All objects with rows, those of one model and codec together, in the order of their tokens."""
