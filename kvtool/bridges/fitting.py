@@ -8,14 +8,17 @@ from formats.errors import IncompatibleError
 from formats.transfer_map import LayerMap, MapFile
 from kvtool.archive import producer
 from kvtool.bridges.pairs import LENGTH, PIECES, Pairs, check_layers_of, collect_pairs
-from kvtool.bridges.ridge import Ridge, fit_ridge, held_out
+from kvtool.bridges.ridge import fit_ridge, held_out, moments_of
 from kvtool.compat import computing_problems
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe
 
 NEAR = 3  # source layers on either side, by relative depth, that are tried
-SOURCES = 4  # source layers of a map, at most, between models of other shapes
-GAIN = 0.01  # a further source layer must explain so much more of the energy that was left
+# As of `fit_ridge`, by whether shapes are alike: between unlike ones a map leaves little, and what a lower rank loses adds to that.
+RANK_LOSS = {True: 0.01, False: 0.001}
+# Share of the rows' energy that codecs are expected to have put in as error. Siblings' maps are small corrections, which multiply little.
+NOISE = {True: 0.0, False: 0.001}
+SOURCES = 4  # source layers of a head's keys or values, at most, between models of other shapes
 
 
 def fit(
@@ -24,18 +27,22 @@ def fit(
     texts: Mapping[str, str | Sequence[int]] | None = None,
     *,
     sources: int | None = None,
+    noise: float | None = None,
     pieces: int = PIECES,
     length: int = LENGTH,
     progress: Callable[[int, int], None] | None = None,
 ) -> MapFile:
     """The map from `source`'s keys and values to `target`'s.
 
-    Between layers of one shape it corrects the rows of the same layer; else it builds rows from those of the best source layers.
+    Between models of one shape it corrects the rows of the same layer; else it builds each head's keys, and its values, from the
+    rows of the source layers that explain them best.
 
     Args:
         source, target: models of one tokenizer and of full-attention layers.
         texts: name -> text or token ids, at least two; None for the shipped ones.
-        sources: source layers of a map, at most; None is 1 between models of the same shapes, else SOURCES.
+        sources: source layers of a head's keys or values, at most; None is 1 between models of the same shapes, else SOURCES.
+        noise: error that the rows will have where the map is used, as a share of their energy; None is 0 between models of the same
+            shapes, else 0.001: enough for rows in 3 bits, and little lost on exact ones.
         pieces, length: about how many pieces, of how many tokens, are run.
         progress: called with (tokens done, tokens in all) while texts run.
 
@@ -47,25 +54,34 @@ def fit(
         raise IncompatibleError(f"{source.info.name} and {target.info.name} have the same weights", hint="recode --to-model is exact")
     if sources is not None and sources < 1:
         raise ValueError(f"[fit] sources must be at least 1, but got {sources}.")
+    if noise is not None and not 0 <= noise < 1:
+        raise ValueError(f"[fit] noise must be at least 0 and below 1, but got {noise}.")
     tables = (check_layers_of(source), check_layers_of(target))
     pairs = collect_pairs(source, target, texts, pieces=pieces, length=length, progress=progress)
     with pairs.folder:
-        layers = fit_layers(pairs, *tables, sources)
+        layers = fit_layers(pairs, *tables, sources, noise)
         return MapFile(source.info, target.info, pairs.texts, len(pairs.documents), layers, producer())
 
 
-def fit_layers(pairs: Pairs, source: Sequence[CacheProbe], target: Sequence[CacheProbe], sources: int | None = None) -> dict[str, LayerMap]:
+def fit_layers(
+    pairs: Pairs, source: Sequence[CacheProbe], target: Sequence[CacheProbe], sources: int | None = None, noise: float | None = None
+) -> dict[str, LayerMap]:
     """Maps of all target layers; arguments as of `fit`."""
     alike = len(source) == len(target) and all(_shape(a) == _shape(b) for a, b in zip(source, target, strict=True))
     most = sources or (1 if alike else SOURCES)
     held, found = held_out(pairs.documents), {}
     for i, probe in enumerate(target):
         assert probe.k is not None and probe.v is not None
-        chosen, ridge = _best(pairs, i, len(target), held, most, alike)
+        tried = [i] if alike else _tried(i, len(target), len(source))
+        rows = np.asarray(pairs.target[i])
+        # What a layer of the same shape lacks is small and simple; shrunk to zero, the map is no map.
+        y = rows - pairs.source[i] if alike else rows
+        moments = moments_of([pairs.source[layer] for layer in tried], y, held, NOISE[alike] if noise is None else noise)
+        ridge = fit_ridge(moments, _groups(*_shape(probe)), most=most, rank_loss=RANK_LOSS[alike])
         left, right = (None if a is None else _halves(a) for a in (ridge.left, ridge.right))
         assert left is not None
         found[str(i)] = LayerMap(
-            sources=tuple(map(str, chosen)),
+            sources=tuple(str(tried[block]) for block in ridge.used),
             residual=alike,
             heads=probe.k.heads,
             k_dim=probe.k.dim,
@@ -79,32 +95,19 @@ def fit_layers(pairs: Pairs, source: Sequence[CacheProbe], target: Sequence[Cach
     return found
 
 
-def _best(pairs: Pairs, layer: int, layers: int, held: np.ndarray, most: int, alike: bool) -> tuple[list[int], Ridge]:
-    """Source layers of a target layer, taken one by one by what they explain, and the map from them."""
-    near = round(layer * (len(pairs.source) - 1) / max(1, layers - 1))
-    tried = [i for i in range(near - NEAR, near + NEAR + 1) if 0 <= i < len(pairs.source)]
-    target = np.asarray(pairs.target[layer])
-    # What a layer of the same shape lacks is small and simple; shrunk to zero, the map is no map.
-    y = target - pairs.source[layer] if alike else target
-    if alike:
-        chosen = [layer]
-    else:
-        singles = {i: fit_ridge(np.asarray(pairs.source[i]), y, held, low_rank=False).unexplained for i in tried}
-        chosen = [min(singles, key=lambda i: singles[i])]
-    best = _from(pairs, chosen, y, held)
-    while len(chosen) < most:
-        more = {i: _from(pairs, [*chosen, i], y, held) for i in tried if i not in chosen}
-        if not more:
-            break
-        one = min(more, key=lambda i: more[i].unexplained)
-        if more[one].unexplained > (1 - GAIN) * best.unexplained:
-            break
-        chosen, best = [*chosen, one], more[one]
-    return chosen, best
+def _tried(layer: int, layers: int, of: int) -> list[int]:
+    """Source layers near a target layer by relative depth."""
+    near = round(layer * (of - 1) / max(1, layers - 1))
+    return [i for i in range(near - NEAR, near + NEAR + 1) if 0 <= i < of]
 
 
-def _from(pairs: Pairs, sources: Sequence[int], y: np.ndarray, held: np.ndarray) -> Ridge:
-    return fit_ridge(np.concatenate([pairs.source[i] for i in sources], axis=1), y, held)
+def _groups(heads: int, k_dim: int, v_dim: int) -> list[np.ndarray]:
+    """Columns of each head's keys, then of each head's values."""
+    return [
+        np.arange(start + head * dim, start + (head + 1) * dim)
+        for start, dim in ((0, k_dim), (heads * k_dim, v_dim))
+        for head in range(heads)
+    ]
 
 
 def _halves(weights: np.ndarray) -> np.ndarray:

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from formats.errors import IncompatibleError
 from formats.transfer_map import MapFile
@@ -37,7 +36,7 @@ class Work:
         args = getattr(self.model.model, "args", None)
         found = []
         for module, probe in zip(modules, probes, strict=True):
-            weights = sum(x.size for x in _arrays(module) if x.ndim > 1)
+            weights = _weights(module)
             heads = getattr(args, "num_attention_heads", None) or (0 if probe.k is None else probe.k.heads)
             found.append((weights, 0 if probe.k is None else heads * probe.k.dim))
         return tuple(found)
@@ -57,6 +56,13 @@ class Work:
         return operations / self.span(0, tokens) if tokens else 0.0
 
 
-def _arrays(module: Any) -> list[mx.array]:
-    parameters: list[tuple[str, Any]] = tree_flatten(module.parameters())  # type: ignore[assignment]
-    return [x for _, x in parameters if isinstance(x, mx.array)]
+def _weights(module: Any) -> int:
+    """Entries of a module's matrices; of quantised ones those that their codes stand for."""
+    total = 0
+    for _, part in module.named_modules():
+        arrays = {name: x for name, x in part.items() if isinstance(x, mx.array) and not name.startswith("_")}
+        if "scales" in arrays and hasattr(part, "group_size"):
+            total += arrays.pop("scales").size * part.group_size
+            arrays = {name: x for name, x in arrays.items() if name not in ("weight", "biases")}
+        total += sum(x.size for x in arrays.values() if x.ndim > 1)
+    return total

@@ -15,6 +15,12 @@ from kvtool.cli._common import adapter_a_option, adapter_b_option, bar, check_ta
 @click.argument("target_name", metavar="B")
 @click.option("--text", "files", multiple=True, metavar="F", help="File with a text, twice or more; without any, the shipped texts.")
 @click.option("--sources", type=click.IntRange(1), metavar="N", help="Layers of A that a layer of B is built from, at most.")
+@click.option(
+    "--noise",
+    type=click.FloatRange(0, 1, max_open=True),
+    metavar="X",
+    help="Error that rows of A will have, as of a codec: a share of their energy.",
+)
 @click.option("--pieces", type=click.IntRange(2), default=64, show_default=True, metavar="N", help="Pieces of 256 tokens to learn from.")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="MAP", help="The file to write.")
 @adapter_a_option
@@ -26,6 +32,7 @@ def command(
     target_name: str,
     files: tuple[str, ...],
     sources: int | None,
+    noise: float | None,
     pieces: int,
     output: str,
     adapter_a: str | None,
@@ -35,7 +42,8 @@ def command(
 ) -> None:
     """Learn a map from A's keys and values to B's, once for all prompts: in closed form, from texts that both models read.
 
-    Between models of the same shapes (a fine-tune) the map corrects each layer's rows; else it builds them from the best layers of A.
+    Between models of the same shapes (a fine-tune) the map corrects each layer's rows; else it builds each
+    head's rows from the best layers of A.
 
     \b
     Example:
@@ -52,7 +60,7 @@ def command(
     start = time.monotonic()
     source, target = (load_model(n, dtype=dtype, adapter=a) for n, a in ((source_name, adapter_a), (target_name, adapter_b)))
     with bar("running texts", quiet=as_json) as progress:
-        mapping = fit(source, target, texts, sources=sources, pieces=pieces, progress=progress)
+        mapping = fit(source, target, texts, sources=sources, noise=noise, pieces=pieces, progress=progress)
     digest = write_map(output, mapping)
     layers = {
         name: {"sources": list(own.sources), "rank": min(own.left.shape), "unexplained": round(own.unexplained, 4)}
