@@ -69,7 +69,7 @@ CUDA_MUTATIONS = (
     Mutation("crosskv_rope_recode", "table of one row", "{cosines[i], sines[i]}", "{cosines[i % HALF], sines[i % HALF]}", ("head of 32",)),
     Mutation("turboquant_scalar_quantize", "signed gap", "fabsf(x - float(centroids[i]))", "(x - float(centroids[i]))", ("seven",)),
     Mutation("turboquant_scalar_dequantize", "next centroid", "unsigned(codes[i]),", "unsigned(codes[i]) + 1u,", ("seven", "prime")),
-    Mutation("turboquant_hadamard_quantize", "signs dropped", "__fmul_rn(float(x[first + i]), signs[i])", "float(x[first + i])", ("d64",)),
+    Mutation("turboquant_hadamard_quantize", "signs dropped", "__fmul_rn(run[t][c][e], sign[c][e])", "run[t][c][e]", ("d64",)),
     Mutation("turboquant_fused_rvq_decode_attend", "second stage subtracted", "x[e] += y[e];", "x[e] -= y[e];", ("prime",)),
     Mutation(
         "turboquant_fused_rvq_decode_attend", "decode: stages swapped", "decode_choose(one >> 2, two, LOW)",
@@ -83,7 +83,10 @@ CUDA_MUTATIONS = (
         "turboquant_fused_rvq_decode_attend", "decode: factors of other tokens", "own, at.place + 8 * r)", "own, at.g + 8 * r)",
         ("decode: factors",),
     ),
-    Mutation("rvq_quant_pack", "most significant first", "code1 << (k * BITS)", "code1 << ((PER - 1 - k) * BITS)", ("b2-d64",)),
+    Mutation(
+        "rvq_quant_pack", "most significant first", "scalar_place(at1, k * BITS)", "scalar_place(at1, (PER - 1 - k) * BITS)",
+        ("b2-d64",),
+    ),
     Mutation("flash_prefill_attend", "own key not visible", "dims[PREFILL_CAUSAL] ? at + 1", "dims[PREFILL_CAUSAL] ? at", ("two-tiles",)),
     Mutation("flash_prefill_attend", "tiles: no window", "range.low <= j && j < range.high ?", "j < range.high ?", ("tiles: window",)),
     Mutation("flash_prefill_attend", "tiles: lift stays in lse", "(sums[m].top[h] - TILE_LIFT)", "sums[m].top[h]", ("tiles: window",)),

@@ -7,6 +7,7 @@ one: a single small call of each, for a sanitizer.
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -18,6 +19,7 @@ from veloxquant_mlx import metal
 from veloxquant_mlx.metal._backend import forced
 
 HEADS, TOKENS, DIM = 8, 131072, 128
+SHAPES = ((2, 33, DIM), (1, 257, 1024), (1, 1, DIM), (1, 1027, 256), (3, 70, 64), (2, 129, 32), (1, 16387, DIM))  # checked
 SETS = 3  # of inputs in turn: no call finds its own in the cache
 Results = tuple[mx.array, ...]
 Encode = Callable[[mx.array], Results]
@@ -29,18 +31,29 @@ def levels(bits: int) -> tuple[mx.array, mx.array]:
     return table, (table[1:] + table[:-1]) / 2
 
 
+@cache
+def signs(dim: int) -> mx.array:
+    return mx.array([-1.0 if i % 3 == 1 else 1.0 for i in range(dim)])
+
+
 def rvq(bits: int) -> Encode:
     table, edges = levels(bits)
     return lambda x: metal.rvq_quant_pack(x.reshape(-1, x.shape[-1]), table, edges, edges / 4, bits)
 
 
 def rabitq(x: mx.array) -> Results:
-    return metal.rabitq_encode(x.reshape(-1, x.shape[-1]), 1 - 2 * (mx.arange(x.shape[-1]) % 3 == 1).astype(mx.float32))
+    return metal.rabitq_encode(x.reshape(-1, x.shape[-1]), signs(x.shape[-1]))
 
 
-def turned(x: mx.array) -> Results:
-    signs = 1 - 2 * (mx.arange(x.shape[-1]) % 3 == 1).astype(mx.float32)
-    return (metal.turboquant_hadamard_quantize(x.reshape(-1, x.shape[-1]), signs, levels(4)[0], 4),)
+def turned(bits: int, table: mx.array | None = None, size: float = 1) -> Encode:
+    """`size` times the input: where it is large, distances to different centroids round to the same."""
+    table = levels(bits)[0] if table is None else table
+
+    def run(x: mx.array) -> Results:
+        rows = x.reshape(-1, x.shape[-1])
+        return (metal.turboquant_hadamard_quantize(rows if size == 1 else rows.astype(mx.float32) * size, signs(x.shape[-1]), table, bits),)
+
+    return run
 
 
 def kivi(axis: int, group: int) -> Encode:
@@ -54,7 +67,16 @@ FUNCTIONS: dict[str, Encode] = {
     "kivi keys, 128 tokens": kivi(-2, 128),
     "kivi values, 32 channels": kivi(-1, 32),
     "kivi values, 128 channels": kivi(-1, 128),
-    "turboquant_hadamard_quantize, 4 bits": turned,
+    "turboquant_hadamard_quantize, 4 bits": turned(4),
+}
+# Checked, not timed.
+OTHERS: dict[str, Encode] = {
+    **{f"kivi keys, {group} tokens": kivi(-2, group) for group in (12, 48, 64, 100)},
+    **{f"turboquant_hadamard_quantize, {bits} bits": turned(bits) for bits in (1, 2, 3)},
+    "turboquant_hadamard_quantize, centroids in any order": turned(2, mx.array([0.5, -1.0, 2.0, -0.25])),
+    "turboquant_hadamard_quantize, two equal centroids": turned(2, mx.array([-1.0, 0.25, 0.25, 2.0])),
+    "turboquant_hadamard_quantize, uneven centroids": turned(3, mx.array([-3, -1, -1e-3, -1e-6, 1e-6, 0.3, 0.300001, 4])),
+    "turboquant_hadamard_quantize, large values": turned(4, size=2.0**18),
 }
 
 
@@ -78,9 +100,9 @@ def wrong(name: str, got: Results, want: Results) -> list[str]:
 def check(names: list[str]) -> int:
     failures = 0
     for name in names:
-        run, rows = FUNCTIONS[name], 0
+        run, rows = (FUNCTIONS | OTHERS)[name], 0
         for dtype in (mx.float16, mx.bfloat16, mx.float32):
-            for shape in ((1, 1, DIM), (2, 33, DIM), (1, 1027, 256), (3, 70, 64), (1, 257, 1024), (2, 129, 32), (1, 16387, DIM)):
+            for shape in SHAPES if name in FUNCTIONS else SHAPES[:2]:
                 x = inputs(dtype, *shape)
                 flat = mx.concatenate([mx.zeros((3,), dtype), x.reshape(-1)])
                 mx.eval(x, flat)
@@ -112,7 +134,8 @@ def measure(names: list[str]) -> None:
 
 
 def main(words: list[str]) -> int:
-    names = [name for name in FUNCTIONS if not words[1:] or name.startswith(words[1])]
+    known = FUNCTIONS | OTHERS if words[:1] == ["check"] else FUNCTIONS
+    names = [name for name in known if not words[1:] or name.startswith(words[1])]
     if words[:1] not in (["check"], ["time"], ["one"]) or not names:
         print(__doc__, file=sys.stderr)
         return 2

@@ -6,6 +6,8 @@ over groups of consecutive elements of one axis; a last, shorter group stands by
 keys per channel, axis -2; values per token, axis -1).
 """
 
+import math
+
 import mlx.core as mx
 
 from veloxquant_mlx.metal._backend import backend
@@ -48,8 +50,9 @@ _COLUMN_OCTETS = Kernel(
     sources=("affine",),
     metal="",
     cuda="""
+    __shared__ AffineRange shared[256];
     const unsigned thread_ = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-    if (!affine_column_octets<ROWS>(x, params, dims, out, thread_ / 32, thread_ % 32)) {
+    if (!affine_column_octets<ROWS, PARTS>(x, params, dims, out, thread_ / 32, thread_ % 32, shared)) {
       const unsigned columns = unsigned(dims[0]) * unsigned((dims[1] + dims[3] - 1) / dims[3]) * unsigned(dims[2]);
       for (unsigned i = thread_; i < columns; i += threads) affine_columns(x, params, dims, out, i);
     }
@@ -68,7 +71,7 @@ _ROW_OCTETS = Kernel(
     }
     """,
 )
-OCTET_ROWS = (2, 4, 8, 16)  # of a lane: groups of up to 8 times as many tokens
+OCTET_ROWS = ((2, 1), (4, 1), (4, 2), (4, 4))  # of a lane, and warps of a group: of up to 8 times the product in tokens
 OCTET_GROUPS = (16, 32, 64, 128, 256)  # channels
 
 
@@ -113,10 +116,11 @@ def kivi_group_quant_dequant(x: mx.array, axis: int, group_size: int, levels: in
     outer, length, inner = x.size // (x.shape[-2] * x.shape[-1]), x.shape[-2], x.shape[-1]
     octets = backend() == "cuda" and x.itemsize == 2 and inner % 8 == 0
     template: Template = ()
-    if octets and axis == -2 and 8 < group_size <= 8 * OCTET_ROWS[-1]:
-        warps = outer * groups * -(-inner // SIMD)
+    if octets and axis == -2 and 8 < group_size <= 8 * math.prod(OCTET_ROWS[-1]):
+        rows, parts = next(one for one in OCTET_ROWS if group_size <= 8 * math.prod(one))
+        warps = outer * groups * -(-inner // SIMD) * parts
         kernel, sizes, threads = _COLUMN_OCTETS, dims(outer, length, inner, group_size), warps * SIMD
-        template = (("ROWS", next(rows for rows in OCTET_ROWS if group_size <= 8 * rows)),)
+        template = (("ROWS", rows), ("PARTS", parts))
     elif octets and axis == -1 and group_size in OCTET_GROUPS and inner % group_size == 0:
         simdgroups = min(-(-x.size // (8 * THREADS)) * GROUPS_PER_BLOCK, MAX_OCTET_WARPS)
         kernel, sizes, threads = _ROW_OCTETS, dims(outer * length, inner, group_size, simdgroups), simdgroups * SIMD

@@ -15,6 +15,7 @@ from veloxquant_mlx.metal._kernel import Kernel, dims
 
 TILE, THREADS = 1024, 256  # values and threads of a group, as in src/scalar
 MAX_DIM = 1024
+MAX_OCTET_BLOCKS = 1056  # eight on each multiprocessor of an H100 or H200, which share the search for thresholds among more rows
 
 
 def turboquant_scalar_quantize(x: mx.array, centroids: mx.array, b: int) -> mx.array:
@@ -113,8 +114,18 @@ def turboquant_hadamard_quantize(x: mx.array, diag: mx.array, centroids: mx.arra
     diag, centroids = diag.astype(mx.float32), centroids.astype(mx.float32)
     if backend() == "cpu" or rows == 0:
         return _hadamard_ops(x, diag, centroids)
+    arrays = (x, diag, centroids, mx.array([1 / math.sqrt(dim)]))
+    if backend() == "cuda" and dim >= 8:
+        return _hadamard_octets(
+            (*arrays, dims(rows, 2**b)),
+            template=(("T", x.dtype), ("DIM", dim), ("BITS", b)),
+            grid=(min(-(-rows * dim // (8 * 4 * THREADS)), MAX_OCTET_BLOCKS) * THREADS, 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=(x.shape,),
+            output_dtypes=(mx.uint8,),
+        )[0]
     return _hadamard(
-        (x, diag, centroids, mx.array([1 / math.sqrt(dim)]), dims(rows)),
+        (*arrays, dims(rows)),
         template=(("T", x.dtype), ("DIM", dim), ("COUNT", 2**b)),
         grid=(-(-rows * 32 // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -181,5 +192,17 @@ _hadamard = Kernel(
     cuda="""
     const unsigned row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     kvtool::scalar_hadamard_quantize<DIM, COUNT>(x, signs, centroids, scale, codes, unsigned(dims[0]), row, threadIdx.x % 32);
+    """,
+)
+
+_hadamard_octets = Kernel(
+    name="turboquant_hadamard_quantize_octets",
+    inputs=("x", "signs", "centroids", "scale", "dims"),
+    outputs=("codes",),
+    sources=("nearest", "rotate", "scalar"),
+    metal="",
+    cuda="""
+    __shared__ float table[33];
+    kvtool::scalar_hadamard_octets<DIM, BITS>(x, signs, centroids, scale, codes, dims[0], dims[1], table);
     """,
 )

@@ -135,23 +135,27 @@ __device__ inline void affine_widen(AffineRange& range, int step) {
   range.high = fmaxf(range.high, __shfl_xor_sync(0xffffffffu, range.high, step));
 }
 
-// `affine_columns` of 16-bit elements, inner a multiple of 8 and at most 8 * ROWS rows a group: a warp has 32 columns of a group, which
-// stay in registers, 8 a lane; lane l has columns 8 (l % 4) on and rows l / 4, l / 4 + 8, ... False where x is not aligned.
-template <int ROWS, typename X>
-__device__ inline bool affine_column_octets(const X* x, const float* params, const int* dims, X* out, unsigned warp, unsigned lane) {
+// `affine_columns` of 16-bit elements, inner a multiple of 8 and at most 8 * ROWS * PARTS rows a group: PARTS consecutive warps of a block
+// have 32 columns of a group, which stay in registers, 8 a lane; lane l has columns 8 (l % 4) on and rows l / 4, l / 4 + 8, ... of the warp's
+// part. shared: a place for each thread of the block. False where x is not aligned.
+template <int ROWS, int PARTS, typename X>
+__device__ inline bool affine_column_octets(
+    const X* x, const float* params, const int* dims, X* out, unsigned warp, unsigned lane, AffineRange* shared) {
   if (reinterpret_cast<size_t>(x) % 16 != 0) {
     return false;
   }
   const int length = dims[1], group = dims[3];
   const unsigned octets = unsigned(dims[2]) / 8, groups = unsigned((length + group - 1) / group), across = (octets + 3) / 4;
-  const unsigned octet = warp % across * 4 + lane % 4, which = warp / across;
+  const unsigned job = warp / PARTS, part = warp % PARTS;
+  const unsigned octet = job % across * 4 + lane % 4, which = job / across;
+  const int row0 = int(part) * 8 * ROWS + int(lane / 4);
   const int first = int(which % groups) * group, count = octet < octets && which / groups < unsigned(dims[0]) ? min(group, length - first) : 0;
   const size_t base = (size_t(which / groups) * size_t(length) + size_t(first)) * octets + octet;
   const uint4* from = reinterpret_cast<const uint4*>(x) + base;
   AffineOctet<X> own[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int row = 8 * r + int(lane / 4);
+    const int row = 8 * r + row0;
     own[r].bits = row < count ? __ldg(from + size_t(row) * octets) : make_uint4(0, 0, 0, 0);
   }
   AffineRange range[8];
@@ -160,7 +164,7 @@ __device__ inline bool affine_column_octets(const X* x, const float* params, con
     range[e] = affine_nothing();
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      if (8 * r + int(lane / 4) < count) {
+      if (8 * r + row0 < count) {
         affine_include(range[e], own[r][e]);
       }
     }
@@ -180,7 +184,21 @@ __device__ inline bool affine_column_octets(const X* x, const float* params, con
     low[e] = lane & 8 ? low[e + 2] : low[e];
     high[e] = lane & 8 ? high[e + 2] : high[e];
   }
-  const AffineRange mine = {lane & 4 ? low[1] : low[0], lane & 4 ? high[1] : high[0]};
+  AffineRange mine = {lane & 4 ? low[1] : low[0], lane & 4 ? high[1] : high[0]};
+  if (PARTS > 1) {
+    shared[threadIdx.x] = mine;
+    __syncthreads();
+#pragma unroll
+    for (int p = 1; p < PARTS; ++p) {
+      const AffineRange other = shared[threadIdx.x - part * 32 + (part + p) % PARTS * 32];
+      mine.low = fminf(mine.low, other.low);
+      mine.high = fmaxf(mine.high, other.high);
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      range[e].low = __shfl_sync(0xffffffffu, mine.low, lane % 4 + 4 * e);
+    }
+  }
   AffineStep step(affine_scale(mine, params[0], params[1]));
   const float scale = step.scale, inverse = step.inverse;
   const bool regular = __all_sync(0xffffffffu, step.regular);
@@ -208,7 +226,7 @@ __device__ inline bool affine_column_octets(const X* x, const float* params, con
   }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int row = 8 * r + int(lane / 4);
+    const int row = 8 * r + row0;
     if (row < count) {
       reinterpret_cast<uint4*>(out)[base + size_t(row) * octets] = own[r].bits;
     }

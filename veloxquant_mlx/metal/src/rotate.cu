@@ -108,6 +108,12 @@ struct Run {
     for (int i = 0; i < BYTES / 2; i++) words2[i] = i < PARTS * count ? __ldg(each + i) : uint16_t(0);
   }
 
+  // The first `count` elements of 16 bits, an even number, in pairs; zeros behind.
+  __device__ inline void load_pairs(const T* from, int count) {
+#pragma unroll
+    for (int i = 0; i < BYTES / 4; i++) words4[i] = 2 * i < count ? __ldg(reinterpret_cast<const uint32_t*>(from) + i) : 0u;
+  }
+
   __device__ inline float operator[](int i) const {
     if (sizeof(T) == 4) return __uint_as_float(words4[i]);
     const uint16_t bits = uint16_t(words4[i / 2] >> (16 * (i % 2)));
