@@ -31,7 +31,7 @@ def one(data: bytes) -> None:
     """Read one input in every way, and once more with a header whose digest is right, so that what is behind that check is reached."""
     _container(data)
     length = int.from_bytes(data[:8], "little")
-    if data[8:].startswith(PREFIX) and length <= len(data):
+    if data[8:].startswith(PREFIX) and len(PREFIX) + 64 <= length <= len(data):
         _container(seal(data[8 : 8 + length], data[8 + length :]))
     with contextlib.suppress(KVError):
         from_bytes(data)

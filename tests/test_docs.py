@@ -63,11 +63,12 @@ def test_help_has_an_example(name: str) -> None:
 
 
 def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library example of the README runs as it stands and leaves a cache behind."""
+    """The library examples of the README run as they stand, one after the other, and leave a cache and a store behind."""
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
     scope: dict = {}
-    exec(compile(code, "README.md", "exec"), scope)
+    for code in re.findall(r"```python\n(.*?)```", README, re.S):
+        exec(compile(code, "README.md", "exec"), scope)
+    assert scope["found"].usable >= 256 and scope["rest"]
     assert (tmp_path / "prompt.kv").stat().st_size > 0
     assert scope["restored"].usable == len(scope["restored"].tokens) and scope["restored"].cache[0].offset == scope["restored"].usable
 
