@@ -61,6 +61,7 @@ class EvalReport:
         prefix: tokens in the cache.
         n: positions scored.
         arms: one result an arm.
+        notes: in what the file's model is another one than scored it, and what could not be compared.
     """
 
     path: str
@@ -71,6 +72,7 @@ class EvalReport:
     prefix: int
     n: int
     arms: tuple[ArmResult, ...]
+    notes: tuple[str, ...] = ()
 
     def arm(self, name: str) -> ArmResult:
         """The result of one arm."""
@@ -140,7 +142,8 @@ def evaluate(
         codecs = tuple(dict.fromkeys(c.id for c in archive.manifest.codecs))
         results = tuple(_result(arm, scores[arm], seconds[arm], scores["own"]) for arm in caches)
         digest = blake3(np.array(ids[: n + 1], "<i8").tobytes()).hexdigest()
-        return EvalReport(archive.path, model.info.name, codecs, tuple(archive.manifest.quality), digest, len(prefix), n, results)
+        quality, notes = tuple(archive.manifest.quality), archive.identity_notes(model) if "transferred" in caches and not across else ()
+        return EvalReport(archive.path, model.info.name, codecs, quality, digest, len(prefix), n, results, notes)
     finally:
         if archive is not source:
             archive.close()

@@ -73,6 +73,17 @@ def test_case_9_a_fine_tune_of_the_same_shapes(tmp_path: Path, folder: Path, cap
     tuned = cast(folder, tmp_path / "tuned", mx.float16, 0.05)
     allowed = kvtool.load(path, load_model(tuned), allow_mismatch=True)
     assert any(note.startswith("accepted from another model: weights: ") for note in allowed.notes) and "accepted" not in "".join(notes)
+    rest = tmp_path / "rest.txt"
+    rest.write_text("And so it went on from there, one sentence after the other. " * 3)
+    scored = ["eval", str(path), "--model", str(tuned), "--text", str(rest), "--n", "8"]
+    assert cli(scored) == 5 and "weights: file" in capsys.readouterr().err
+    assert cli([*scored, "--allow-mismatch"]) == 0 and "accepted from another model: weights" in capsys.readouterr().err
+    # What the rows have behind them is shown by all that take the file.
+    for command in (
+        ["eval", str(rotated), "--model", "tiny-b", "--text", str(rest), "--n", "8"],
+        ["explain", str(rotated), "--model", "tiny-b"],
+    ):
+        assert cli(command) == 0 and "rows of another model as they were" in capsys.readouterr().out
 
 
 def test_case_10_requantised_in_place(tmp_path: Path, folder: Path) -> None:

@@ -198,6 +198,8 @@ def command(
             calibration=calibration,
             progress=progress,
         )
+    for remark in report.notes:
+        note(remark)
     lines = [
         f"{report.path} in {report.model}: {report.prefix} tokens cached ({', '.join(report.codecs)}), {report.n} scored",
         *(f"quality    {quality_line(step)}" for step in report.quality),
