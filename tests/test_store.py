@@ -158,6 +158,18 @@ def test_any_codec_and_dtype_of_the_model_is_found_and_the_better_one_taken(tmp_
     assert restored.usable == len(tokens) - 1 and any("converted from float32" in note for note in restored.notes)
 
 
+def test_case_6_models_and_shards_in_one_folder_keep_apart(tmp_path: Path) -> None:
+    """Two ranks used the same file name in one directory. Here what differs has another name, the weights of a shard among it."""
+    models, tokens = [tiny("qwen3"), tiny("qwen3", seed=1), tiny("glm4")], ids(2 * CHUNK + 3)
+    store = store_at(tmp_path)
+    assert [put(store, model, tokens).new for model in models] == [3, 3, 3]
+    for model in models:
+        want = np.abs(f64(model.model(mx.array([[*tokens, 1]]))[:, -1])).max()
+        restored = alive(store, [*tokens, 1], model)
+        error = np.abs(logits(model, restored.cache, [1]) - f64(model.model(mx.array([[*tokens, 1]]))[:, -1])).max()
+        assert restored.usable == len(tokens) and error < 0.3 * want
+
+
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(2 * CHUNK + 3)
     put(store, model, tokens)
@@ -227,7 +239,7 @@ def test_a_calibration_is_an_object_of_its_own(
     assert store.load(tokens, tiny_a) is None
 
 
-def test_a_source_changed_after_put_changes_nothing(tmp_path: Path) -> None:
+def test_case_4_a_source_changed_after_put_changes_nothing(tmp_path: Path) -> None:
     """Case 4: the source buffer was changed right after put had returned, and the stored bytes with it."""
     model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(2 * CHUNK + 3)
     snapshot = kvtool.capture(model, tokens)
@@ -242,7 +254,7 @@ def test_a_source_changed_after_put_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["header", "manifest", "data", "end"])
-def test_a_damaged_chunk_is_a_miss_and_written_anew(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_case_5_a_damaged_chunk_is_a_miss_and_written_anew(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
     """Case 5: right length, wrong bytes, served as a hit."""
     model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(3 * CHUNK + 4)
     put(store, model, tokens)
@@ -275,7 +287,7 @@ def test_an_object_under_anothers_name_is_a_miss(tmp_path: Path) -> None:
     assert restored is None and store.counts["broken"] == 1
 
 
-def test_a_chunk_that_goes_between_lookup_and_opening_is_looked_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_7_a_chunk_that_goes_between_lookup_and_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 7: garbage collection while gets are under way."""
     model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(3 * CHUNK + 4)
     put(store, model, tokens)
@@ -292,7 +304,7 @@ def test_a_chunk_that_goes_between_lookup_and_opening_is_looked_up_again(tmp_pat
     assert restored.usable == CHUNK and not any("damaged" in note or "readable" in note for note in restored.notes)
 
 
-def test_what_is_open_outlives_its_removal(tmp_path: Path) -> None:
+def test_case_8_what_is_open_outlives_its_removal(tmp_path: Path) -> None:
     """Case 8: a file removed, and another put in its place, under a cache that maps it."""
     model, store, tokens = tiny("qwen3"), store_at(tmp_path, chunk=256), ids(600)
     put(store, model, tokens)
@@ -357,7 +369,7 @@ def test_a_store_without_local_files_works_alike(tmp_path: Path, monkeypatch: py
     assert store.objects.unfinished() == 0
 
 
-def test_case_42_a_restart_finds_everything(tmp_path: Path) -> None:
+def test_cases_38_and_42_a_restart_finds_everything(tmp_path: Path) -> None:
     """Cases 38 and 42: an index that lived in memory alone missed everything after a restart. Here there is no index."""
     model, tokens = tiny("qwen3"), ids(3 * CHUNK + 4)
     with store_at(tmp_path) as store:

@@ -168,6 +168,31 @@ def test_a_failed_write_is_no_object(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert objects.write("a/object", b"y")
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    objects = Folder(tmp_path)
+    objects.write("a/other", b"other")
+    source = objects.scratch / "own"
+    source.write_bytes(b"x" * 100)
+    done: list[str] = []
+    fsync, link = os.fsync, os.link
+
+    def synced(fd: int) -> None:
+        done.append("folder" if os.path.isdir(f"/dev/fd/{fd}") else "file")
+        fsync(fd)
+
+    def linked(*arguments: str) -> None:
+        done.append("link")
+        link(*arguments)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "link", linked)
+    assert objects.write("a/object", source if own else b"x" * 100)
+    assert done == ["file", "link", "folder"]
+
+
 def test_without_hard_links_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))

@@ -24,7 +24,7 @@ print(store.put(snapshot, codec="rvq-4,sink=2,recent=3").new)
 """
 
 
-def test_writers_killed_under_readers() -> None:
+def test_cases_3_and_7_writers_killed_under_readers() -> None:
     """Cases 3 and 7, and kill -9: readers see the whole or nothing, and what was committed is found."""
     command = [sys.executable, "-m", "tests.store_kill", "--kills", "8", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)

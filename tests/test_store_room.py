@@ -121,7 +121,7 @@ def test_case_40_shared_beginnings_stay(tmp_path: Path) -> None:
     quota = taken(tmp_path / "store")
     limited = store_at(tmp_path, quota=quota)
     for prompt in prompts[3:]:
-        age(limited, 3600.0)
+        age(limited, 3 * DAY)
         put(limited, prompt)
         assert taken(tmp_path / "store") <= quota
     assert usable(limited, common) == len(common) and limited.room.evicted > 0
