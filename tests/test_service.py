@@ -10,6 +10,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from ipaddress import ip_address
@@ -34,7 +35,7 @@ from kvtool.service.tenants import Tenant, Tenants, made
 from kvtool.store.folder import Folder
 from kvtool.store.served import Served
 from kvtool.store.store import Store
-from tests.library import ids, tiny
+from tests.library import ids, renamed, tiny
 from tests.service_running import service
 
 ANA, ANAS = made("ana")
@@ -436,9 +437,20 @@ def test_explain_names_what_differs(client: TestClient, state: State) -> None:
         ({"layers": "1" * 64}, "recode"),
         ({"weights": "1" * 64}, "other"),
         ({"tokenizer": "1" * 64, "layers": "1" * 64}, "other"),
+        ({"adapter": "1" * 64}, "other"),
+        ({"config": "1" * 64}, "other"),
     ):
         (fit,) = client.post("/v1/explain", json={**mine, **change}).json()["spaces"]
         assert fit["verdict"] == verdict and {one["field"] for one in fit["differences"]} == set(change)
+    # Weights alone are those of a model without an adapter.
+    adapted = renamed(model, adapter="2" * 64)
+    snapshot = replace(kvtool.capture(model, ids(CHUNK)), model=adapted.info)
+    Store(state.partition(ANA), chunk=CHUNK).put(snapshot, codec="raw")
+    asked = {"tokens": ids(CHUNK), "model": {"weights": mine["weights"]}}
+    assert len(client.post("/v1/lookup", json=asked).json()["found"]) == 1
+    asked["model"]["adapter"] = "2" * 64
+    assert len(client.post("/v1/lookup", json=asked).json()["found"]) == 1
+    assert len(client.post("/v1/lookup", json={"tokens": ids(CHUNK)}).json()["found"]) == 2
 
 
 def test_a_store_over_the_service(running: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

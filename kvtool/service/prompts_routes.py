@@ -22,11 +22,16 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Model(BaseModel):
-    """A model's identity, as `kvtool inspect` shows it; what is left out is not compared."""
+    """A model's identity, `quantisation` and `config` by the digests that a space has; what is left out is not compared. Weights without
+    an adapter are those of no adapter's."""
 
     architecture: str | None = None
     weights: Digest | None = None
+    adapter: Digest | None = None
+    quantisation: Digest | None = None
     tokenizer: Digest | None = None
+    tokenizer_state: Digest | None = None
+    config: Digest | None = None
     dtype: str | None = None
     layers: Digest | None = None
 
@@ -138,7 +143,7 @@ async def lookup(objects: Reads, tenant: Known, state: Its, question: Question) 
 def _found(objects: Partition, question: Question) -> list[Found]:
     known, found = Descriptions(objects), []
     for space in known.spaces():
-        if any(difference.field in ("weights", "tokenizer") for difference in _differences(space, question.model)):
+        if any(difference.field not in ("dtype", "layers") for difference in _differences(space, question.model)):
             continue
         best = max(lines(objects, space, question.tokens), key=lambda line: line[-1].stop, default=None)
         if not best:
@@ -173,7 +178,9 @@ async def explain(objects: Reads, model: Model) -> Explained:
 
 def _differences(space: Space, model: Model) -> list[Difference]:
     stored = {**space.about["model"], "layers": space.about["layers"]}
-    asked = model.model_dump(exclude_none=True)
+    asked: dict[str, str | None] = model.model_dump(exclude_none=True)
+    if model.weights is not None:
+        asked.setdefault("adapter", None)
     return [Difference(field=name, stored=stored.get(name), asked=value) for name, value in asked.items() if stored.get(name) != value]
 
 
