@@ -93,6 +93,25 @@ def tiny_plans() -> list[TensorPlan]:
     return [TensorPlan("k", "F16", (1, 1, 4), lambda: np.arange(4, dtype=np.float16).reshape(1, 1, 4))]
 
 
+def identity_manifest() -> Manifest:
+    """`tiny_manifest` of a model whose identity is known in all its layers."""
+    model = ModelInfo(
+        name="m",
+        architecture="a",
+        weights="01" * 32,
+        tokenizer="23" * 32,
+        dtype="float32",
+        identity=2,
+        adapter="45" * 32,
+        quantisation={"summary": "affine 4 bits in groups of 64: 9 modules", "blake3": "67" * 32},
+        tokenizer_state="89" * 32,
+        chat_template=None,
+        config={"rms_norm_eps": 1e-05, "layer_types": ["full_attention"], "rope_scaling.factor": 2, "inner.limit": "inf"},
+        sketch={"of": "ab" * 32, "dtype": "float16", "values": "AAAA"},
+    )
+    return replace(tiny_manifest(), model=model, requires=("adapter",))
+
+
 def inputs_manifest() -> Manifest:
     """The tiny manifest with what entered its layer, in the tensor "x"."""
     rows = Role(2, 3, "F32", None, (Segment((0, 1), 0, "post", {"data": "x"}),))

@@ -4,7 +4,16 @@ import pytest
 
 from formats.check import check
 from formats.container import open_container
-from tests.container_cases import inputs_manifest, inputs_plans, plain_read, small_arrays, small_manifest, tiny_manifest, tiny_plans
+from tests.container_cases import (
+    identity_manifest,
+    inputs_manifest,
+    inputs_plans,
+    plain_read,
+    small_arrays,
+    small_manifest,
+    tiny_manifest,
+    tiny_plans,
+)
 from tests.golden.make_container import FOLDER, make
 
 TINY = {plan.name: (plan.dtype, plan.produce()) for plan in tiny_plans()}
@@ -12,6 +21,7 @@ INPUTS = {plan.name: (plan.dtype, plan.produce()) for plan in inputs_plans()}
 CASES = {
     "tiny": (tiny_manifest(), TINY),
     "inputs": (inputs_manifest(), INPUTS),
+    "identity": (identity_manifest(), TINY),
     "raw": (small_manifest(), small_arrays()),
     "zstd": (small_manifest(), small_arrays()),
 }
@@ -41,7 +51,7 @@ def test_golden_reads_exactly(name):
 
 def test_todays_writer_gives_the_same_bytes(tmp_path):
     make(tmp_path)
-    for name in ("tiny", "inputs", "raw"):
+    for name in ("tiny", "inputs", "identity", "raw"):
         assert (tmp_path / f"{name}.kv").read_bytes() == (FOLDER / f"{name}.kv").read_bytes(), name
     # Another zstd may compress otherwise; the content must be the same.
     (old_manifest, old), (new_manifest, new) = (plain_read((folder / "zstd.kv").read_bytes()) for folder in (FOLDER, tmp_path))

@@ -8,7 +8,16 @@ file to make again.
 from pathlib import Path
 
 from formats.container import write_container
-from tests.container_cases import inputs_manifest, inputs_plans, plans, small_arrays, small_manifest, tiny_manifest, tiny_plans
+from tests.container_cases import (
+    identity_manifest,
+    inputs_manifest,
+    inputs_plans,
+    plans,
+    small_arrays,
+    small_manifest,
+    tiny_manifest,
+    tiny_plans,
+)
 
 FOLDER = Path(__file__).parent / "container" / "v1"
 
@@ -17,6 +26,7 @@ def make(folder: Path) -> None:
     """Write every golden file into `folder`."""
     write_container(folder / "tiny.kv", tiny_manifest(), tiny_plans(), compress=False)
     write_container(folder / "inputs.kv", inputs_manifest(), inputs_plans(), compress=False)
+    write_container(folder / "identity.kv", identity_manifest(), tiny_plans(), compress=False)
     write_container(folder / "raw.kv", small_manifest(), plans(small_arrays()), compress=False)
     write_container(folder / "zstd.kv", small_manifest(), plans(small_arrays()))
 
