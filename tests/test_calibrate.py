@@ -234,7 +234,7 @@ def test_bad_texts(content: bytes | None, code: int, said: str, tmp_path: Path, 
 def test_a_model_that_cannot_be_calibrated_is_exit_5(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvtool.model.load_model", lambda name, dtype: tiny("mamba"))
+    monkeypatch.setattr("kvtool.model.load_model", lambda name, **_: tiny("mamba"))
     assert run(["calibrate", "--model", "mamba", "-o", str(tmp_path / "x.cal")]) == 5
     err = capsys.readouterr().err
     assert "has no layer that can be calibrated: layer 0: recurrent state" in err and "hint: " in err
