@@ -110,8 +110,35 @@ def test_a_model_whose_cache_cannot_be_cut(tmp_path: Path) -> None:
     assert (again.usable, again.ran, again.put) == (3 * WINDOW - 1, 0, None)
     want = f64(model.model(mx.array([tokens]))[:, -1])
     assert np.abs(next_logits(first, model) - want).max() < 1e-4 and np.abs(next_logits(again, model) - want).max() < 1e-4
+    # What is exact is gone on from and put; codes would be coded once more.
     longer = resume(store, [*tokens, 1, 2, 3], model)
+    assert longer.usable == 3 * WINDOW - 1 and longer.put is not None and resume(store, [*tokens, 1, 2, 3], model).ran == 0
+    coded = store_at(tmp_path / "coded")
+    assert resume(coded, tokens, model, codec=LOSSY).put is not None
+    longer = resume(coded, [*tokens, 1, 2, 3], model)
     assert longer.usable == 3 * WINDOW - 1 and longer.put is None and "not put" in longer.notes[0]
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("codec", ["raw", LOSSY])
+def test_snapshots_on_the_way_serve_prompts_that_begin_alike(tmp_path: Path, family: str, codec: str) -> None:
+    model, store, tokens = tiny(family), store_at(tmp_path), ids(3 * WINDOW)
+    assert resume(store, tokens, model, codec=codec, every=WINDOW).ran == 3 * WINDOW - 1
+    assert len([entry for entry in store.entries() if entry.kind == "tail"]) == 3
+    other = [*tokens[: 2 * WINDOW + 3], *(96 - token for token in tokens[:9])]
+    resumed = resume(store, other, model, codec=codec)
+    assert resumed.usable == 2 * WINDOW and resumed.ran == len(other) - 1 - 2 * WINDOW
+    want = f64(model.model(mx.array([other]))[:, -1])
+    assert np.abs(next_logits(resumed, model) - want).max() < (1e-4 if codec == "raw" else 0.3 * np.abs(want).max())
+    with pytest.raises(ValueError, match="every must be"):
+        resume(store, other, model, every=0)
+
+
+def test_chunks_of_another_size_are_gone_on_from(tmp_path: Path) -> None:
+    model, tokens = tiny("qwen3"), ids(4 * CHUNK)
+    Store(tmp_path / "store", chunk=48).put(kvtool.capture(model, tokens[:100]), codec=LOSSY)
+    resumed = resume(store_at(tmp_path), tokens, model)
+    assert resumed.usable == 96 and resumed.put is not None and len(store_at(tmp_path).known.spaces()) == 1
 
 
 def test_no_token_is_refused(tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def _finite(value: float) -> float:
 @click.option("--require", "limits", metavar="LIMITS", help="Refuse (exit 7) unless sealed to be as good, such as kl=0.05,top1=0.9.")
 @click.option("--chat", is_flag=True, help="With --store: wrap the prompt as a user's message in the model's chat template.")
 @click.option("--codec", metavar="SPEC", help="With --store: code what was run like this; by default like its beginning, else rvq-4.")
+@click.option(
+    "--snapshot-every",
+    "every",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --store, of a model whose cache is kept in one piece (sliding windows, recurrent layers): keep it after each N tokens too.",
+)
 @click.option("--no-put", is_flag=True, help="With --store: leave the store as it is.")
 @quota_option
 @calibration_option
@@ -99,6 +106,7 @@ def command(
     limits: str | None,
     chat: bool,
     codec: str | None,
+    every: int | None,
     no_put: bool,
     quota: int | None,
     calibration: str | None,
@@ -119,8 +127,8 @@ def command(
         raise click.UsageError("give one of --prompt and --prompt-file")
     if (source is None) == (where is None):
         raise click.UsageError("give one of IN.kv and --store")
-    if where is None and (chat or codec is not None or no_put or quota is not None):
-        raise click.UsageError("--chat, --codec, --no-put and --quota go with --store")
+    if where is None and (chat or no_put or (codec, every, quota) != (None, None, None)):
+        raise click.UsageError("--chat, --codec, --snapshot-every, --no-put and --quota go with --store")
     if where is not None and (target, live, mapping, recompute, limits, allow_mismatch) != (None, None, None, None, None, False):
         raise click.UsageError("--to, --live, --map, --recompute, --require and --allow-mismatch go with a file (kvtool store get)")
     if where is not None and prompt is None and prompt_file is None:
@@ -154,7 +162,9 @@ def command(
         tokens = encode_prompt(model, text, chat=chat)
         start = time.perf_counter()
         with opened(where, quota) as store, bar("prefill", quiet=as_json) as progress:
-            resumed = resume(store, tokens, model, codec=codec, calibration=calibration, put=not no_put, decode=decode, progress=progress)
+            resumed = resume(
+                store, tokens, model, codec=codec, calibration=calibration, put=not no_put, every=every, decode=decode, progress=progress
+            )
         for remark in resumed.notes:
             note(remark)
         about: dict[str, Any] = {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from kvtool.calibrations import Calibration, is_calibrated, resolve
 from kvtool.capturing import PREFILL_STEP, Snapshot, capture, check_ids, prefill, token_ids
@@ -53,6 +54,7 @@ def resume(
     codec: str | CodecPlan | None = None,
     calibration: str | os.PathLike[str] | Calibration | None = None,
     put: bool = True,
+    every: int | None = None,
     decode: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Resumed:
@@ -68,6 +70,8 @@ def resume(
         codec: of what is put, and then of what is looked for; None goes on with what is found, else puts `rvq-4`.
         calibration: tables for `codec`.
         put: whether what was run joins the store.
+        every: of a cache that is kept in one piece (a sliding window's, a recurrent layer's), also keep how it stood after each so many
+            tokens, for prompts that begin alike: each time a whole cache.
         decode: as in `Archive.load`.
         progress: called with (tokens done, tokens in all).
     Raises:
@@ -78,6 +82,8 @@ def resume(
     check_ids(model, ids)
     if not ids:
         raise ValueError("[resume] the prompt has no tokens.")
+    if every is not None and (type(every) is not int or every < 1):
+        raise ValueError(f"[resume] every must be a number of tokens, at least 1, but got {every!r}.")
     begin, last = ids[:-1], ids[-1]
     chosen = None if codec is None else _Target.of(store, model, codec_plan(codec), resolve(calibration, model.info.weights))
     match = store.lookup(ids, model, space=None if chosen is None else chosen.space.key)
@@ -86,30 +92,41 @@ def resume(
         put = False
     target = _continuing(store, match, model, chosen) if put else None
     if put and target is None:
-        notes = ("what was run is not put into the store: it would go on from what is turned for this model, or kept in one piece",)
-    if target is None:
+        notes = ("what was run is not put into the store: it would go on from what is turned for this model, or from codes in one piece",)
+    if target is None or target.whole:
         restored = None if match is None else store.load(ids, model, decode=decode, space=match.space.key)
     else:
         # Whole chunks up to where the end of the prompt will begin: from there on all rows are exact ones.
         first = max(len(begin) - target.plan.recent, 0) // target.space.chunk * target.space.chunk
         restored = store.load(ids[: first + 1], model, decode=decode, ends=False, space=target.space.key) if first else None
-    if restored is None:
-        cache, usable = prefill(model, begin, progress=progress), 0
-    else:
-        cache, usable, notes = restored.cache, restored.usable, (*notes, *restored.notes)
-    growing = [one for one in cache if isinstance(one, CodedKVCache)] if target is not None else []
-    growths = [one.growth for one in growing]
-    for one in growing:
-        # Until they are in the store, the rows to come stay as the model computes them.
-        one.growth = None
-    if usable:
-        _run(model, cache, begin[usable:], progress)
+    usable = 0 if restored is None else restored.usable
+    notes = notes if restored is None else (*notes, *restored.notes)
+    how: dict[str, Any] = (
+        {} if target is None else {"codec": target.plan, "calibration": target.calibration, "model": model, "chunk": target.space.chunk}
+    )
     report = None
-    if target is not None:
-        snapshot = _since(model, cache, begin, usable, target.space) if usable else capture(model, cache=cache, tokens=begin)
-        report = store.put(snapshot, codec=target.plan, calibration=target.calibration, model=model)
-    for one, growth in zip(growing, growths, strict=True):
-        one.growth = growth
+    if restored is None and (every is None or target is None or not target.whole):
+        cache = prefill(model, begin, progress=progress)
+        report = None if target is None else store.put(capture(model, cache=cache, tokens=begin), **how)
+        return Resumed(cache, last, 0, len(begin), report, notes)
+    cache = make_prompt_cache(model.model) if restored is None else restored.cache
+    if target is None:
+        _run(model, cache, begin[usable:], progress)
+    elif target.whole:
+        for at in range(usable, len(begin), every or len(begin)):
+            stop = min(at + (every or len(begin)), len(begin))
+            _run(model, cache, begin[at:stop], progress)
+            report = store.put(capture(model, cache=cache, tokens=begin[:stop]), **how)
+    else:
+        growing = [one for one in cache if isinstance(one, CodedKVCache)]
+        growths = [one.growth for one in growing]
+        for one in growing:
+            # Until they are in the store, the rows to come stay as the model computes them.
+            one.growth = None
+        _run(model, cache, begin[usable:], progress)
+        report = store.put(_since(model, cache, begin, usable, target.space), **how)
+        for one, growth in zip(growing, growths, strict=True):
+            one.growth = growth
     return Resumed(cache, last, usable, len(begin) - usable, report, notes)
 
 
@@ -120,26 +137,31 @@ class _Target:
     space: Space
     plan: CodecPlan
     calibration: Calibration | None
+    whole: bool  # in one piece
 
     @classmethod
     def of(cls, store: Store, model: LoadedModel, plan: CodecPlan, calibration: Calibration | None, chunk: int | None = None) -> "_Target":
         tables = calibration if is_calibrated(plan.k) or is_calibrated(plan.v) else None
-        return cls(store.space(model.info, probe_model(model.model), plan, tables, chunk), plan, tables)
+        probes = probe_model(model.model)
+        return cls(store.space(model.info, probes, plan, tables, chunk), plan, tables, uncut_reason(probes, plan, tables) is not None)
+
+    def goes_on(self) -> bool:
+        """Whether new rows can join what is there: chunks, or a piece that is exact, for codes would be coded once more."""
+        return not self.whole or self.plan.lossless
 
 
 def _continuing(store: Store, match: Match | None, model: LoadedModel, chosen: _Target | None) -> _Target | None:
     """What goes on as a match began; where there is none, what was chosen, else `rvq-4`. None where nothing can go on."""
     if match is None:
         return chosen or _Target.of(store, model, codec_plan(DEFAULT), None)
-    probes = probe_model(model.model)
     if chosen is not None:
-        return chosen if uncut_reason(probes, chosen.plan, chosen.calibration) is None else None
+        return chosen if chosen.goes_on() else None
     about = match.space.about["codec"]
     tables = next(iter(store.known.calibrations(match.space.calibration)), None)
     for frame in ("", f",frame={about['frame']['k']}"):
         plan = codec_plan(f"k={about['k']},v={about['v']},sink={about['sink']}{frame}")
         target = _Target.of(store, model, plan, tables, match.space.chunk)
-        if target.space.key == match.space.key and uncut_reason(probes, plan, tables) is None:
+        if target.space.key == match.space.key and target.goes_on():
             return target
     return None
 

@@ -129,6 +129,7 @@ class Store:
         frame: str | None = None,
         calibration: str | os.PathLike[str] | Calibration | None = None,
         model: LoadedModel | None = None,
+        chunk: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> PutReport:
         """Keep a prompt's cache: its whole chunks, which other prompts that begin alike share, and its end.
@@ -136,6 +137,7 @@ class Store:
         Args:
             snapshot: from `kvtool.capture`. Its first rows may be missing where the store has their chunks.
             codec, sink, recent, frame, calibration, model: as in `kvtool.save`; `recent` is at most a chunk.
+            chunk: tokens of a chunk, where they are not the store's.
             progress: called with (objects done, objects in all).
         Raises:
             ValueError: tokens that are not known, or rows missing that the store does not have.
@@ -146,8 +148,9 @@ class Store:
         if snapshot.tokens is None or not snapshot.length:
             raise ValueError("[put] a prompt is found by its tokens: they must be known, and at least one.")
         plan = codec_plan(codec, sink, recent, frame)
-        if plan.recent > self.chunk:
-            raise ValueError(f"[put] recent must be at most a chunk of {self.chunk} tokens, but got {plan.recent}.")
+        chunk = self.chunk if chunk is None else chunk
+        if plan.recent > chunk:
+            raise ValueError(f"[put] recent must be at most a chunk of {chunk} tokens, but got {plan.recent}.")
         calibrated = is_calibrated(plan.k) or is_calibrated(plan.v)
         tables = resolve(calibration, snapshot.model.effective_weights) if calibrated else None
         if calibration is not None and not calibrated:
@@ -155,7 +158,7 @@ class Store:
         # Refuses to mix what is encrypted, and how.
         self.known.spaces()
         whole = whole_reason(snapshot, plan, tables)
-        space = self.space(snapshot.model, snapshot.probes, plan, tables)
+        space = self.space(snapshot.model, snapshot.probes, plan, tables, chunk)
         pieces = _pieces(space, snapshot, plan.recent, whole is not None)
         keep, held = frozenset(piece.name for piece in pieces), first_row(snapshot)
         new = size = 0
