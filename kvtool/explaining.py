@@ -7,7 +7,8 @@
     fine-tune     other weights, adapter or config in the same architecture and shapes, same tokenizer: a fitted map, or rows as they are
     other weights the same for another architecture
     map           other shapes, same tokenizer: a fitted map
-    impossible    another tokenizer, or layers that can be neither rotated nor mapped
+    alignment     another tokenizer: a fitted map over tokens that end at the same places of the text
+    impossible    a tokenizer that cannot be aligned, or layers that can be neither rotated nor mapped
 
 The checks are those of import, recode and fit themselves.
 """
@@ -22,6 +23,7 @@ from formats.errors import IncompatibleError
 from formats.manifest import CacheInfo
 from kvtool.archive import Archive
 from kvtool.archive import open as open_archive
+from kvtool.bridges.alignment import OVERLAP, token_bytes
 from kvtool.bridges.pairs import check_layers_of
 from kvtool.bridges.transferring import source_of
 from kvtool.calibrations import KINDS, Calibration
@@ -42,6 +44,7 @@ SUMMARIES = {
     "fine-tune": "other weights, adapter or config in the same architecture and shapes, same tokenizer: the rows carry over with a loss",
     "other weights": "other weights and architecture in the same shapes, same tokenizer: the rows carry over with a loss",
     "map": "other shapes, same tokenizer: a fitted map carries the rows over with a loss",
+    "alignment": "another tokenizer: a map fitted over tokens that end at the same places of the text carries the rows over with a loss",
     "impossible": "nothing carries this cache over: run the prompt again",
 }
 
@@ -163,7 +166,9 @@ class _Explainer:
         if refused is None:
             return ("calibration" if "calibration" in differ else "identical"), []
         if "tokenizer" in differ or "token ids" in differ:
-            return "impossible", ["caches move only between models that share a tokenizer, and token ids that both have"]
+            reasons = ["recode: its tokens are not those of the model's tokenizer"]
+            unaligned = self._alignment_refusal(differ)
+            return ("alignment", reasons) if unaligned is None else ("impossible", [*reasons, f"map: {unaligned}"])
         recode = _refusal(lambda: check_recode(self.archive, self.model))
         mapped = self._map_refusal()
         if recode is None and not computing_problems(self.theirs, self.ours):
@@ -182,6 +187,14 @@ class _Explainer:
             return False
         otherwise = "quantisation" in differ or self.theirs.sketch["dtype"] != self.ours.sketch["dtype"]
         return otherwise and self.alike is not None and self.alike.same
+
+    def _alignment_refusal(self, differ: set[str]) -> str | None:
+        """Why no map over aligned tokens can be made, or None. What the file's tokenizer is like is not known here."""
+        if "tokenizer" not in differ or self.theirs.tokenizer is None or self.ours.tokenizer is None:
+            return "its tokens are not those of a known tokenizer"
+        if not computing_problems(self.theirs, self.ours):
+            return "the same weights have one tokenizer"
+        return self._map_refusal() or _refusal(lambda: token_bytes(self.model, ()))
 
     def _map_refusal(self) -> str | None:
         return _refusal(lambda: source_of(self.archive)) or _refusal(lambda: check_layers_of(self.model))
@@ -217,8 +230,12 @@ class _Explainer:
             return (shlex.join(recode), measure), (), tuple(notes)
         adapters = ["--adapter-a", "ADAPTER"] if self.theirs.adapter is not None else []
         adapters += [] if self.model.adapter is None else ["--adapter-b", str(self.model.adapter)]
-        fit = shlex.join(["kvtool", "fit", self.theirs.name, name, *adapters, "-o", "MAP.safetensors"])
-        across = shlex.join([*recode, "--map", "MAP.safetensors", "--recompute", RECOMPUTE])
+        aligned = verdict == "alignment"
+        fit = shlex.join(
+            ["kvtool", "fit", self.theirs.name, name, *adapters, *(["--overlap", str(OVERLAP)] if aligned else []), "-o", "MAP.safetensors"]
+        )
+        by = ["--from-model", self.theirs.name] if aligned else []
+        across = shlex.join([*recode, "--map", "MAP.safetensors", *by, "--recompute", RECOMPUTE])
         notes.insert(0, f"kvtool fit takes {self.theirs.name!r} as the file names it: give the folder or repository of that model")
         return (fit, across, measure), (() if "recode" in blocked else (shlex.join(recode),)), tuple(notes)
 

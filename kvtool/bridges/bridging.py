@@ -11,11 +11,13 @@ from formats.profile import Row, read_profile
 from formats.transfer_map import MapFile, read_map
 from kvtool.archive import Restored, SaveReport, save
 from kvtool.archive import open as open_archive
+from kvtool.bridges.alignment import OVERLAP
 from kvtool.bridges.profiling import choose
 from kvtool.bridges.recompute import Recompute
-from kvtool.bridges.transferring import source_of, transfer
+from kvtool.bridges.transferring import realigned, source_of, transfer
 from kvtool.calibrations import Calibration, is_calibrated
 from kvtool.capturing import Snapshot
+from kvtool.compat import tokenizer_difference
 from kvtool.encoding import codec_plan
 from kvtool.live import Placement
 from kvtool.model import LoadedModel
@@ -33,6 +35,8 @@ def transferred(
     mapping: Map | None = None,
     recompute: str | Recompute | None = None,
     calibration: str | os.PathLike[str] | Calibration | None = None,
+    from_model: LoadedModel | None = None,
+    overlap: float = OVERLAP,
     progress: Progress | None = None,
 ) -> tuple[Snapshot, str | None]:
     """A file's cache as `model`'s, decoded, and the spec of the codec that the file was encoded with, None where it does not say.
@@ -40,11 +44,13 @@ def transferred(
     The history's last step has the seconds that it took: `load` (opening file and map), `map` (decoding, mapping, rotating), `recompute`.
 
     Args:
-        source: a kvtool file of another model of the same tokenizer.
+        source: a kvtool file of another model, of the same tokenizer or with `from_model`.
         model: the model that will go on.
         mapping: a map from that model to this one, or its file; None takes rows over as they are.
         recompute: what the model computes itself, such as "first=4,newest=20%".
         calibration: as in `load`.
+        from_model: that computed the file, where its tokenizer is another: the file's tokens become those of `model` at the same places.
+        overlap: as in `realigned`.
         progress: called with (layers done, layers in all).
 
     Raises:
@@ -55,12 +61,17 @@ def transferred(
         raise ValueError("[transfer] give a map, what to recompute, or both; kvtool recode --to-model alone rotates the keys.")
     begun = time.perf_counter()
     with open_archive(source, calibration=calibration) as archive:
-        archive.check_tokens(model)
-        plan = Recompute.parse(recompute, archive.length) if isinstance(recompute, str) else recompute
+        given = source_of(archive)
+        unlike = tokenizer_difference(given.model, model.info) is not None
+        if unlike and from_model is not None:
+            given = realigned(given, from_model, model, overlap)
+        elif not unlike:
+            archive.check_tokens(model)
+        plan = Recompute.parse(recompute, given.length) if isinstance(recompute, str) else recompute
         chosen = mapping if isinstance(mapping, MapFile) or mapping is None else read_map(mapping)[0]
         steps = [step["codec"] for step in archive.manifest.quality if isinstance(step.get("codec"), str)]
         opened = time.perf_counter()
-        snapshot = transfer(source_of(archive), model, mapping=chosen, recompute=plan, progress=progress)
+        snapshot = transfer(given, model, mapping=chosen, recompute=plan, progress=progress)
     step = snapshot.history[-1]
     step["seconds"] = {"load": round(opened - begun, 4), **step["seconds"]}
     return snapshot, next((spec for spec in reversed(steps) if spec != "as stored"), None)
@@ -95,6 +106,8 @@ def recode_across(
     frame: str | None = None,
     calibration: str | os.PathLike[str] | Calibration | None = None,
     details: dict[str, Any] | None = None,
+    from_model: LoadedModel | None = None,
+    overlap: float = OVERLAP,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Write `source` again as a file of `to_model`, by a map, by recomputing a part, or both.
@@ -102,12 +115,13 @@ def recode_across(
     Args:
         source: a kvtool file. It may be the target as well.
         target: the file to write, atomically.
-        to_model, mapping, recompute: as in `transferred`.
+        to_model, mapping, recompute, from_model, overlap: as in `transferred`.
         codec: encode with this codec; None is that of `source`.
         sink, recent, frame, calibration, details: as in `save`.
         progress: called with (bytes written, bytes in all).
     """
-    snapshot, own = transferred(source, to_model, mapping=mapping, recompute=recompute, calibration=calibration)
+    more: dict[str, Any] = {"calibration": calibration, "from_model": from_model, "overlap": overlap}
+    snapshot, own = transferred(source, to_model, mapping=mapping, recompute=recompute, **more)
     chosen = codec if codec is not None else own or "raw"
     return save(
         snapshot,

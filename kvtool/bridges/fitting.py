@@ -28,6 +28,7 @@ def fit(
     *,
     sources: int | None = None,
     noise: float | None = None,
+    overlap: float | None = None,
     pieces: int = PIECES,
     length: int = LENGTH,
     progress: Callable[[int, int], None] | None = None,
@@ -38,11 +39,12 @@ def fit(
     rows of the source layers that explain them best.
 
     Args:
-        source, target: models of one tokenizer and of full-attention layers.
+        source, target: models of full-attention layers, of one tokenizer or, with `overlap`, of two.
         texts: name -> text or token ids, at least two; None for the shipped ones.
         sources: source layers of a head's keys or values, at most; None is 1 between models of the same shapes, else SOURCES.
         noise: error that the rows will have where the map is used, as a share of their energy; None is 0 between models of the same
             shapes, else 0.001: enough for rows in 3 bits, and little lost on exact ones.
+        overlap: of two tokenizers, the share of the target's tokens that must end where one of the source's does; None: one tokenizer.
         pieces, length: about how many pieces, of how many tokens, are run.
         progress: called with (tokens done, tokens in all) while texts run.
 
@@ -54,10 +56,12 @@ def fit(
         raise IncompatibleError(f"{source.info.name} and {target.info.name} have the same weights", hint="recode --to-model is exact")
     if sources is not None and sources < 1:
         raise ValueError(f"[fit] sources must be at least 1, but got {sources}.")
+    if overlap is not None and not 0 <= overlap <= 1:
+        raise ValueError(f"[fit] overlap must be between 0 and 1, but got {overlap}.")
     if noise is not None and not 0 <= noise < 1:
         raise ValueError(f"[fit] noise must be at least 0 and below 1, but got {noise}.")
     tables = (check_layers_of(source), check_layers_of(target))
-    pairs = collect_pairs(source, target, texts, pieces=pieces, length=length, progress=progress)
+    pairs = collect_pairs(source, target, texts, pieces=pieces, length=length, overlap=overlap, progress=progress)
     with pairs.folder:
         layers = fit_layers(pairs, *tables, sources, noise)
         return MapFile(source.info, target.info, pairs.texts, len(pairs.documents), layers, producer())

@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from formats.errors import IncompatibleError
 from kvtool import calibration_texts
+from kvtool.bridges.alignment import Alignment, align_text, check_overlap, token_bytes
 from kvtool.capturing import check_ids, encode_prompt, prefill, token_ids
 from kvtool.compat import tokenizer_difference
 from kvtool.model import LoadedModel
@@ -106,13 +107,15 @@ def collect_pairs(
     *,
     pieces: int = PIECES,
     length: int = LENGTH,
+    overlap: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pairs:
     """Run texts through both models.
 
     Args:
-        source, target: models of one tokenizer.
-        texts, pieces, length: as in `pieces_of`.
+        source, target: models of one tokenizer, or with `overlap` of two.
+        texts, pieces, length: as in `pieces_of`, of the target's tokens.
+        overlap: take tokens of unlike tokenizers that stand for one another, where this share of the target's end where the source's do.
         progress: called with (tokens done, tokens in all).
 
     Raises:
@@ -120,11 +123,16 @@ def collect_pairs(
         IncompatibleError: other tokenizers, or layers that no map can be made for.
     """
     problem = tokenizer_difference(source.info, target.info)
-    if problem is not None:
+    if problem is not None and overlap is None:
         what = f"{source.info.name} and {target.info.name} have unlike tokenizers: {problem}"
-        raise IncompatibleError(what, hint="maps need one tokenizer")
+        raise IncompatibleError(what, hint="give an --overlap: a map from one's tokens to those of the other that end where they do")
     tables = [check_layers_of(model) for model in (source, target)]
-    chosen = pieces_of(target, texts, pieces, length)
+    given = pieces_of(target, texts, pieces, length)
+    if problem is None or overlap is None:
+        aligned = [(name, Alignment.same(ids)) for name, ids in given]
+    else:
+        aligned = _aligned(source, target, given, overlap)
+    chosen = [(name, list(own.target)) for name, own in aligned]
     total, done = sum(len(ids) for _, ids in chosen), 0
     folder = tempfile.TemporaryDirectory(prefix="kvtool-fit-")
     sides: list[list[np.ndarray]] = []
@@ -132,13 +140,15 @@ def collect_pairs(
         shapes = [(total, probe.k.heads * (probe.k.dim + probe.v.dim)) for probe in probes if probe.k is not None and probe.v is not None]
         files = [Path(folder.name) / f"{side}-{i}" for i in range(len(shapes))]
         sides.append([np.memmap(file, np.float32, "w+", shape=shape) for file, shape in zip(files, shapes, strict=True)])
-    for _, ids in chosen:
-        for model, probes, rows in zip((source, target), tables, sides, strict=True):
+    for _, own in aligned:
+        stop = done + len(own.target)
+        which = (own.source, own.rows), (own.target, np.arange(len(own.target)))
+        for model, probes, rows, (ids, at) in zip((source, target), tables, sides, which, strict=True):
             states = take_states(prefill(model, ids), length=len(ids))
             for state, probe, out in zip(states, probes, rows, strict=True):
                 assert isinstance(state.k, mx.array) and isinstance(state.v, mx.array) and probe.k is not None
-                out[done : done + len(ids)] = before_rope(state.k, state.v, probe.k.rope)
-        done += len(ids)
+                out[done:stop] = before_rope(state.k, state.v, probe.k.rope)[at]
+        done = stop
         if progress is not None:
             progress(done, total)
     names = list(dict.fromkeys(name for name, _ in chosen))
@@ -147,3 +157,17 @@ def collect_pairs(
         name: blake3(np.array([i for own, ids in chosen if own == name for i in ids], dtype="<i8").tobytes()).hexdigest() for name in names
     }
     return Pairs(documents, digests, sides[0], sides[1], folder)
+
+
+def _aligned(
+    source: LoadedModel, target: LoadedModel, pieces: Sequence[tuple[str, list[int]]], least: float
+) -> list[tuple[str, Alignment]]:
+    """Pieces of the target's ids in the tokens of both, without special tokens and without what a cut left of a character."""
+    special = set(target.tokenizer.all_special_ids)
+    found = []
+    for name, ids in pieces:
+        data = b"".join(token_bytes(target, [i for i in ids if i not in special]))
+        found.append((name, align_text(source, target, data.decode("utf-8", errors="ignore"))))
+    total = sum(len(own.target) for _, own in found)
+    check_overlap(sum(own.overlap * len(own.target) for _, own in found) / total, least, source.info, target.info)
+    return found

@@ -7,7 +7,7 @@ What the target runs itself is exact but for what it sees of the mapped rows: th
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
 from formats.transfer_map import LayerMap, MapFile
 from kvtool.archive import Archive
+from kvtool.bridges.alignment import OVERLAP, align, check_overlap
 from kvtool.bridges.pairs import before_rope, check_layers_of
 from kvtool.bridges.recompute import Recompute, recomputed
 from kvtool.bridges.running import full_state
@@ -97,6 +98,32 @@ def source_of(archive: Archive) -> Source:
 
     inputs = {given.layer: partial(archive.decoder.layer_input, given.layer) for given in archive.manifest.layer_inputs}
     return Source(archive.manifest.model, archive.tokens, archive.length, rows, tuple(shapes), tuple(archive.manifest.quality), inputs)
+
+
+def realigned(source: Source, computed_by: LoadedModel, target: LoadedModel, least: float = OVERLAP) -> Source:
+    """The rows in the tokens of a model of another tokenizer: of each of its tokens that of the source's token at the same place.
+
+    Args:
+        source: rows of `computed_by`.
+        computed_by: gives the tokenizer that made the source's ids.
+        target: gives the tokenizer of the result.
+        least: share of the target's tokens that must end where one of the source's does.
+
+    Raises:
+        IncompatibleError: another tokenizer than the rows', a smaller overlap, or as `align`.
+    """
+    problem = tokenizer_difference(source.model, computed_by.info)
+    if problem is not None:
+        raise IncompatibleError(
+            f"the tokens are not those of {computed_by.info.name}: {problem}", hint=f"give {source.model.name}, which computed the rows"
+        )
+    own = align(computed_by, target, source.tokens[: source.length])
+    check_overlap(own.overlap, least, source.model, target.info)
+    note = f"{source.length} tokens taken for {len(own.target)} of another tokenizer, {own.overlap:.0%} of which end where they do"
+    step = {"step": "align", "from": source.model.name, "to": target.info.name, "overlap": round(own.overlap, 4), "note": note}
+    info = replace(source.model, tokenizer=target.info.tokenizer, tokenizer_state=target.info.tokenizer_state)
+    rows = source.rows
+    return Source(info, own.target, len(own.target), lambda layer: rows(layer)[own.rows], source.shapes, (*source.history, step))
 
 
 def source_of_snapshot(snapshot: Snapshot) -> Source:
@@ -193,7 +220,7 @@ def _check_models(source: Source, target: LoadedModel, mapping: MapFile | None) 
     if problem is not None:
         raise IncompatibleError(
             f"the tokenizer of {source.model.name} is not that of {target.info.name}: {problem}",
-            hint="caches move only between models that share a tokenizer",
+            hint="kvtool fit --overlap makes a map between tokenizers, and kvtool recode --map --from-model takes it",
         )
     for side, own, model in () if mapping is None else (("source", mapping.source, source.model), ("target", mapping.target, target.info)):
         differ = computing_problems(own, model)

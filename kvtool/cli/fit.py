@@ -21,6 +21,12 @@ from kvtool.cli._common import adapter_a_option, adapter_b_option, bar, check_ta
     metavar="X",
     help="Error that rows of A will have, as of a codec: a share of their energy.",
 )
+@click.option(
+    "--overlap",
+    type=click.FloatRange(0, 1),
+    metavar="X",
+    help="For two tokenizers: the share of B's tokens that must end where one of A's does, such as 0.5.",
+)
 @click.option("--pieces", type=click.IntRange(2), default=64, show_default=True, metavar="N", help="Pieces of 256 tokens to learn from.")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="MAP", help="The file to write.")
 @adapter_a_option
@@ -33,6 +39,7 @@ def command(
     files: tuple[str, ...],
     sources: int | None,
     noise: float | None,
+    overlap: float | None,
     pieces: int,
     output: str,
     adapter_a: str | None,
@@ -60,7 +67,7 @@ def command(
     start = time.monotonic()
     source, target = (load_model(n, dtype=dtype, adapter=a) for n, a in ((source_name, adapter_a), (target_name, adapter_b)))
     with bar("running texts", quiet=as_json) as progress:
-        mapping = fit(source, target, texts, sources=sources, noise=noise, pieces=pieces, progress=progress)
+        mapping = fit(source, target, texts, sources=sources, noise=noise, overlap=overlap, pieces=pieces, progress=progress)
     digest = write_map(output, mapping)
     layers = {
         name: {"sources": list(own.sources), "rank": min(own.left.shape), "unexplained": round(own.unexplained, 4)}

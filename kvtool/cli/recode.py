@@ -29,6 +29,15 @@ from kvtool.cli._common import (
 @adapter_option
 @map_option
 @recompute_option
+@click.option("--from-model", metavar="A", help="With --map, where M has another tokenizer: the model that computed IN.kv, for its own.")
+@click.option(
+    "--overlap",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    metavar="X",
+    help="With --from-model: the share of M's tokens that must end where one of A's does.",
+)
 @click.option(
     "--profile",
     type=click.Path(exists=True, dir_okay=False),
@@ -57,6 +66,8 @@ def command(
     adapter: str | None,
     mapping: str | None,
     recompute: str | None,
+    from_model: str | None,
+    overlap: float,
     profile: str | None,
     share: str | None,
     kl: float | None,
@@ -81,12 +92,15 @@ def command(
       kvtool recode report.kv -o report.kv --codec rvq-2+2
       kvtool recode report.kv -o later.kv --rope-theta 500000 --shift 128
       kvtool recode report.kv -o report-b.kv --to-model tiny-b --map a-to-b.safetensors --recompute first=4,newest=15%
+      kvtool recode report.kv -o report-c.kv --to-model C --map a-to-c.safetensors --from-model tiny-a
       kvtool recode report.kv -o report-b.kv --to-model tiny-b --profile a-to-b-profile.safetensors --share 20%
     """
     check_target(output)
     across = mapping is not None or recompute is not None or profile is not None
     if across and to_model is None:
         raise click.UsageError("--map, --recompute and --profile need --to-model")
+    if from_model is not None and mapping is None:
+        raise click.UsageError("--from-model goes with --map")
     if adapter is not None and to_model is None:
         raise click.UsageError("--adapter goes with --to-model")
     if across and (rope_theta is not None or shift):
@@ -103,6 +117,7 @@ def command(
 
     target = None if to_model is None else load_model(to_model, dtype=dtype, adapter=adapter)
     choice: dict[str, Any] = {"codec": codec, "sink": sink, "recent": recent, "frame": frame, "calibration": calibration}
+    by: dict[str, Any] = {} if from_model is None else {"from_model": load_model(from_model, dtype=dtype), "overlap": overlap}
     if profile is not None:
         assert target is not None
         row, part = planned(source, target, profile, mapping=mapping, share=most, kl=kl, calibration=calibration)
@@ -112,7 +127,7 @@ def command(
     with bar("writing", quiet=as_json) as progress:
         if across:
             assert target is not None
-            report = recode_across(source, output, target, mapping=mapping, recompute=recompute, progress=progress, **choice)
+            report = recode_across(source, output, target, mapping=mapping, recompute=recompute, progress=progress, **choice, **by)
         else:
             report = recode(source, output, to_model=target, rope_theta=rope_theta, shift=shift, progress=progress, **choice)
     for remark in report.notes:
