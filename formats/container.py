@@ -14,6 +14,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -98,7 +99,8 @@ def write_container(
     reserve: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> WriteReport:
-    """Write a file in one pass over the tensors, atomically; at most one tensor is in memory at a time.
+    """Write a file in one pass over the tensors, atomically. A tensor is produced, by the caller's thread, while a thread writes the one
+    before it; no more than these two are in memory.
 
     Args:
         path: the file; it may be one that a Reader has open.
@@ -124,16 +126,24 @@ def write_container(
     total = sum(plan.nbytes for plan in plans)
     done = 0
     tensors: list[TensorInfo] = []
-    with atomic_write(path) as out:
+    # The thread has ended when the temporary file is closed, whatever was raised.
+    with atomic_write(path) as out, ThreadPoolExecutor(1, "kvtool-write") as thread:
         out.seek(space)
         end = space
-        for plan in plans:
-            info = _write_tensor(out, plan, end, compress and plan.compress)
-            tensors.append(info)
-            end += info.padded
-            done += plan.nbytes
-            if progress is not None:
-                progress(done, total)
+        writing: tuple[TensorPlan, Future[TensorInfo]] | None = None
+        for plan in (*plans, None):
+            data = None if plan is None else _produced(plan)
+            if writing is not None:
+                before, written = writing
+                info = written.result()
+                tensors.append(info)
+                end += info.padded
+                done += before.nbytes
+                if progress is not None:
+                    progress(done, total)
+            if plan is not None and data is not None:
+                writing = plan, thread.submit(_write_tensor, out, plan, data, end, compress and plan.compress)
+            del data
         if callable(manifest):
             known = manifest()
             _check_manifest(known, names)
@@ -213,8 +223,7 @@ def _sealed(header: bytes, size: int) -> bytes:
     return bytes(raw)
 
 
-def _write_tensor(out: AtomicFile, plan: TensorPlan, offset: int, compress: bool) -> TensorInfo:
-    data = _produced(plan)
+def _write_tensor(out: AtomicFile, plan: TensorPlan, data: memoryview, offset: int, compress: bool) -> TensorInfo:
     encoding = "none"
     if compress and _worth_compressing(data):
         engine = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False, write_content_size=True).compressobj(size=len(data))

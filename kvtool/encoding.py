@@ -26,7 +26,8 @@ from veloxquant_mlx.codecs._base import FLOAT16_MAX, Given
 from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.metal._backend import backend
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
+from veloxquant_mlx.native import converting
+from veloxquant_mlx.transfer.rope import RopeSpec, rotate, undoing, unrotated
 
 # mlx-lm's own quantised caches are kept verbatim under this id: parts weight, scales, biases.
 MLX_AFFINE = "mlx-affine"
@@ -390,9 +391,17 @@ class SegmentWork:
                     "or not finite, and would be kept exact in float16; use --codec raw, or --sink 0 --recent 0."
                 )
             return self.codec.encode(rows.astype(self.dtype))
+        given = None if self.given is None else self.given()
+        if given is None and self.keep is None and rows.size and converting.in_use(self.shape[2]):
+            found = self.codec.encode_measured(rows, undoing(self.rope, self.positions()) if self.frame == "pre" else None)
+            if found is not None:
+                parts, loss = found
+                if self.tally is not None:
+                    self.tally.error += loss.error
+                    self.tally.energy += loss.energy
+                return parts
         if self.frame == "pre":
             rows = stripped(rows, self.positions(), self.rope)
-        given = None if self.given is None else self.given()
         parts = self.codec.encode(rows) if given is None else self.codec.encode(rows, given)
         mx.eval(parts)
         kept = None if self.keep is None else mx.zeros(self.shape, mx.float32)

@@ -240,7 +240,7 @@ def test_bad_arguments_do_not_reach_the_pointers() -> None:
     signs, hartley = np.ones(8, np.float32), np.ones((1, 1), np.float32)
     good: dict[str, Any] = {
         "x": x, "bfloat": False, "stages": [([0.0], [-1.0, 1.0])], "ties_up": False, "kind": 0, "mean": None, "signs": signs,
-        "hartley": hartley, "steps": [],
+        "hartley": hartley, "steps": [], "undo": None, "codes": [np.zeros((2, 3, 1), np.uint8)], "scale": np.zeros((2, 3), np.uint16),
     }  # fmt: skip
     assert native.extension().encode_rotated(**good) is not None
     for change, words in (
@@ -251,9 +251,14 @@ def test_bad_arguments_do_not_reach_the_pointers() -> None:
         ({"stages": [([0.0], [-1.0, 0.0, 1.0])]}, "codewords with a boundary between"),
         ({"kind": 3}, "kind must be 0, 1 or 2"),
         ({"bfloat": True}, "uint16 of bfloat16"),
+        ({"codes": []}, "codes must be of each stage, but got 0"),
+        ({"codes": [np.zeros((2, 3, 2), np.uint8)]}, r"codes must be \(2, 3, 1\)"),
+        ({"scale": np.zeros((2, 2), np.uint16)}, r"scale must be \(2, 3\)"),
+        ({"undo": (([np.ones((2, 8), np.float32)], 0), 0, False, 1.0)}, "angles must be rows within 2, but got 0 to 3"),
+        ({"undo": (([np.ones((3, 8), np.float32)], 0), 1, False, 1.0)}, "angles must be of entries within D = 8, but got 1 to 9"),
     ):
         with pytest.raises(ValueError, match=words):
             native.extension().encode_rotated(**(good | change))
     for bits, group in ((0, 32), (9, 32), (4, 0)):
         with pytest.raises(ValueError, match=r"\[native\]"):
-            native.extension().encode_affine(x, False, bits, group, True)
+            native.extension().encode_affine(x, False, bits, group, True, None, *(np.zeros((2, 3, 4), t) for t in ("u1", "u2", "u2")))

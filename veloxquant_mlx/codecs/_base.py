@@ -19,6 +19,7 @@ import numpy as np
 from veloxquant_mlx import native
 from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.native.encoding import Loss, Undo
 from veloxquant_mlx.native.mapped import Mapped
 
 Shape = tuple[int, int, int]  # H, S, D
@@ -159,6 +160,15 @@ class Codec(ABC):
             TypeError: x is not floating-point.
             ValueError: x is not 3-D, or has values the codec cannot hold; the message says how many and where.
         """
+
+    def encode_measured(self, x: mx.array, undo: Undo | None) -> tuple[dict[str, mx.array], Loss] | None:
+        """`encode` with a rotary embedding undone first, and what was lost, in one pass over the rows: None where that has no way to.
+
+        Args:
+            x: as of `encode`; values that it would refuse give None.
+            undo: the rotary embedding, or None.
+        """
+        return None
 
     @abstractmethod
     def decode(self, parts: Parts, shape: Shape, dtype: mx.Dtype, given: Given | None = None) -> mx.array:

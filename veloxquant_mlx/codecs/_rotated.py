@@ -126,7 +126,9 @@ class RotatedCodec(Codec):
         return parts
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
-        return self._encode_native(x) or encode_centred(self, x, self.center, self._encode_block)
+        self._check_input(x)
+        found = self.encode_measured(x, None)
+        return encode_centred(self, x, self.center, self._encode_block) if found is None else found[0]
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         if converting.in_use(shape[2]):
@@ -143,20 +145,18 @@ class RotatedCodec(Codec):
     def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         return _RotatedReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
-    def _encode_native(self, x: mx.array) -> dict[str, mx.array] | None:
-        """The parts by the native back end, or None where it is not the one to ask."""
-        self._check_input(x)
+    def encode_measured(self, x: mx.array, undo: encoding.Undo | None) -> tuple[dict[str, mx.array], encoding.Loss] | None:
         if not encoding.takes(x):
             return None
-        mean = encoding.mean_over_tokens(x) if self.center else None
+        mean = encoding.mean_over_tokens(x, undo) if self.center else None
         stages = [(boundaries(codebook), codebook) for codebook in self.codebooks]
         turned = factors(x.shape[2], self.seed)
-        found = encoding.rotated(x, stages, self.ties_up, self.scale, mean, turned, self._grid_steps())
+        found = encoding.rotated(x, stages, self.ties_up, self.scale, mean, turned, self._grid_steps(), undo)
         if found is None:
-            self._check_finite(x)
-            raise AssertionError("values that are not finite were found finite")
-        parts = dict(zip(self.code_parts, found[0], strict=True)) | {"scale": found[1]}
-        return parts if mean is None else parts | {"mean": mean}
+            return None
+        codes, scale, loss = found
+        parts = dict(zip(self.code_parts, codes, strict=True)) | {"scale": scale}
+        return parts if mean is None else parts | {"mean": mean}, loss
 
     def _grid_steps(self) -> tuple[float, ...]:
         """Steps of the grids that are tried for each row; none where the table is used as it is."""

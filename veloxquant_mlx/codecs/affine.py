@@ -134,10 +134,9 @@ class Affine(Codec):
         self._check_input(x)
         if x.size == 0:
             return {part: mx.zeros(shape, DTYPES[dtype]) for part, (dtype, shape) in self.layout(x.shape, x.dtype).items()}
-        if encoding.takes(x):
-            found = encoding.affine(x, self.bits, self.group, self.per == "token")
-            if found is not None:
-                return dict(zip(("codes", "scale", "zero"), found, strict=True))
+        found = self.encode_measured(x, None)
+        if found is not None:
+            return found[0]
         self._check_finite(x)
         blocks = []
         for tokens in token_blocks(x.shape, self.tokens_together):
@@ -146,6 +145,10 @@ class Affine(Codec):
         parts = {part: mx.concatenate([block[part] for block in blocks], axis=1) for part in blocks[0]}
         mx.eval(parts)
         return parts
+
+    def encode_measured(self, x: mx.array, undo: encoding.Undo | None) -> tuple[dict[str, mx.array], encoding.Loss] | None:
+        found = encoding.affine(x, self.bits, self.group, self.per == "token", undo) if encoding.takes(x) else None
+        return None if found is None else (dict(zip(("codes", "scale", "zero"), found[0], strict=True)), found[1])
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         if converting.in_use(shape[2]):

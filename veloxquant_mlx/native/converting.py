@@ -45,7 +45,7 @@ def decoded(
         paired: the rotated entries, half-split, come out interleaved.
     """
     out = empty(shape, WORDS[dtype])
-    native.extension().decode_as(stored, start, native.shared(out), dtype == mx.bfloat16, _pages(angles), first, paired)
+    native.extension().decode_as(stored, start, native.shared(out), dtype == mx.bfloat16, pages(angles), first, paired)
     return out.view(dtype)
 
 
@@ -70,7 +70,7 @@ def turned(
     """
     rows = x.reshape(-1, *x.shape[-2:])
     out = empty(rows.shape, WORDS[x.dtype])
-    given, taken, tables = _words(rows), native.shared(out), (_pages(undo), _pages(redo))
+    given, taken, tables = _words(rows), native.shared(out), (pages(undo), pages(redo))
     native.extension().turn(given, taken, x.dtype == mx.bfloat16, first, dims // 2, *paired, *tables, list(phases), ratio)
     return out.view(x.dtype).reshape(x.shape)
 
@@ -85,7 +85,8 @@ def phases(positions: np.ndarray, frequencies: np.ndarray) -> Phases:
     return tables[0], tables[1], index.astype(np.int32), (positions % LOW).astype(np.int32)
 
 
-def _pages(tables: Tables | None) -> tuple[list[np.ndarray], int] | None:
+def pages(tables: Tables | None) -> tuple[list[np.ndarray], int] | None:
+    """Tables of angles as the extension takes them."""
     return None if tables is None else ([native.packed(page) for page in tables[0]], tables[1])
 
 

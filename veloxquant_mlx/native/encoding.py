@@ -1,13 +1,42 @@
-"""Encoding on a CPU, in C++: a row is read once, in whatever float type it has, and its codes are the same at every SIMD level."""
+"""Encoding on a CPU, in C++: a row is read once, in whatever float type it has, and its codes are the same at every SIMD level.
+
+Where keys are coded before RoPE, it is undone as they are read. What the codes lost is counted as they are made.
+"""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx import native
+from veloxquant_mlx.native.buffers import empty
+from veloxquant_mlx.native.converting import Tables, pages
 
 KINDS = ("norm", "ls", "unbiased")
+
+
+class Undo(NamedTuple):
+    """A rotary embedding to undo; the rotated entries are coded in half-split order.
+
+    Attributes:
+        angles: of the rows.
+        first: index of the first rotated entry.
+        paired: whether they are interleaved in the rows.
+        ratio: factor on them, beside the rotation.
+    """
+
+    angles: Tables
+    first: int
+    paired: bool
+    ratio: float
+
+
+class Loss(NamedTuple):
+    """Sums of squares: of the rows less the decoded rows, and of the rows."""
+
+    error: float
+    energy: float
 
 
 def takes(x: mx.array) -> bool:
@@ -15,9 +44,9 @@ def takes(x: mx.array) -> bool:
     return native.available() and mx.default_device() == mx.cpu and x.size > 0 and x.shape[2] <= native.max_dim()
 
 
-def mean_over_tokens(x: mx.array) -> mx.array:
+def mean_over_tokens(x: mx.array, undo: Undo | None = None) -> mx.array:
     """(H, D) bfloat16 of rows (H, S, D); sums in float64."""
-    total = native.extension().sum_over_tokens(*_rows(x))
+    total = native.extension().sum_over_tokens(*_rows(x), _undo(undo))
     return mx.array((total / x.shape[1]).astype(np.float32)).astype(mx.bfloat16)
 
 
@@ -29,7 +58,8 @@ def rotated(
     mean: mx.array | None,
     factors: tuple[mx.array, mx.array],
     steps: Sequence[float] = (),
-) -> tuple[list[mx.array], mx.array] | None:
+    undo: Undo | None = None,
+) -> tuple[list[mx.array], mx.array, Loss] | None:
     """Codes and scales of rows that are rotated and coded by tables, as `codecs._rotated` has it.
 
     Args:
@@ -40,21 +70,36 @@ def rotated(
         mean: (H, D) bfloat16, or None.
         factors: of the rotation.
         steps: of candidate grids, for a table that is a grid scaled to each row.
+        undo: what is undone first, or None.
 
     Returns:
-        Codes (H, S, bytes) of each stage, and scales (H, S) bfloat16; None where a value is not finite, or too large.
+        Codes (H, S, bytes) of each stage, scales (H, S) bfloat16, and what they lost; None where a value is not finite, or too large.
     """
     signs, hartley = (native.shared(factor) for factor in factors)
     tables = [(list(boundaries), list(codewords)) for boundaries, codewords in stages]
     told = None if mean is None else native.packed(mean)
-    found = native.extension().encode_rotated(*_rows(x), tables, ties_up, KINDS.index(kind), told, signs, hartley, list(steps))
-    return None if found is None else ([mx.array(codes) for codes in found[0]], mx.array(found[1]).view(mx.bfloat16))
+    how = (tables, ties_up, KINDS.index(kind), told, signs, hartley, list(steps), _undo(undo))
+    heads, count, dim = x.shape
+    codes = [empty((heads, count, (dim * (len(words).bit_length() - 1) + 7) // 8), mx.uint8) for _, words in stages]
+    scale = empty((heads, count), mx.uint16)
+    lost = native.extension().encode_rotated(*_rows(x), *how, [native.shared(part) for part in codes], native.shared(scale))
+    return None if lost is None else (codes, scale.view(mx.bfloat16), Loss(*lost))
 
 
-def affine(x: mx.array, bits: int, group: int, by_token: bool) -> tuple[mx.array, mx.array, mx.array] | None:
-    """Codes (H, S, bytes), steps and zeros (bfloat16) of rows, as `codecs.affine` has it; None as of `rotated`."""
-    found = native.extension().encode_affine(*_rows(x), bits, group, by_token)
-    return None if found is None else (mx.array(found[0]), *(mx.array(side).view(mx.bfloat16) for side in found[1:]))
+def affine(
+    x: mx.array, bits: int, group: int, by_token: bool, undo: Undo | None = None
+) -> tuple[tuple[mx.array, mx.array, mx.array], Loss] | None:
+    """Codes (H, S, bytes), steps and zeros (bfloat16) of rows, as `codecs.affine` has it, and what they lost; None as of `rotated`."""
+    heads, count, dim = x.shape
+    side = (heads, count, -(-dim // group)) if by_token else (heads, -(-count // group), dim)
+    parts = (empty((heads, count, (dim * bits + 7) // 8), mx.uint8), empty(side, mx.uint16), empty(side, mx.uint16))
+    lost = native.extension().encode_affine(*_rows(x), bits, group, by_token, _undo(undo), *(native.shared(part) for part in parts))
+    codes, step, zero = parts
+    return None if lost is None else ((codes, step.view(mx.bfloat16), zero.view(mx.bfloat16)), Loss(*lost))
+
+
+def _undo(undo: Undo | None) -> tuple | None:
+    return None if undo is None else (pages(undo.angles), *undo[1:])
 
 
 def _rows(x: mx.array) -> tuple[np.ndarray, bool]:

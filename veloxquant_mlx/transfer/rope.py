@@ -41,7 +41,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from veloxquant_mlx.native import converting
+from veloxquant_mlx.native import converting, encoding
 
 PAIRINGS = ("half", "interleaved")
 METHODS = ("exact", "mlx")
@@ -395,6 +395,13 @@ def angle_tables(spec: RopeSpec, positions: np.ndarray) -> tuple[list[mx.array],
         return [_page(spec, number) for number in range(start // PAGE, (stop - 1) // PAGE + 1)], start % PAGE
     ones, zeros = (mx.full((len(positions), spec.dims // 2), value) for value in (1.0, 0.0))
     return [mlx_rope(mx.concatenate([ones, zeros], axis=-1), positions, spec)], 0
+
+
+def undoing(spec: RopeSpec | None, positions: np.ndarray) -> encoding.Undo | None:
+    """What takes rows cached at non-empty positions to rows before RoPE, in half-split order, as `rotate` to `unrotated` does."""
+    if spec is None or (spec.magnitude == 1.0 and spec.pairing == "half" and not (np.any(positions) and np.any(spec.frequencies))):
+        return None
+    return encoding.Undo(angle_tables(spec, positions), spec.first, spec.pairing == "interleaved", 1.0 / spec.magnitude)
 
 
 def _exact_block(

@@ -4,12 +4,21 @@
 
 namespace kvtool {
 
-// Rows of floats as they lie in an MLX array.
+// Rows of floats as they lie in an MLX array, and the rotary embedding that is undone first.
 struct Input {
   Type type;
   int heads, count, dim;
   const uint8_t* data;
   int64_t head, row;  // strides in bytes
+  Angles undo;        // or none
+  int rope_first;
+  bool interleaved;  // the rotated entries: they are coded half-split
+  float ratio;       // of magnitudes
+};
+
+// What coding lost.
+struct Loss {
+  double error, energy;  // sums of squares: of rows less decoded rows, and of rows
 };
 
 enum class Scale : int { NORM, LS, UNBIASED };
@@ -45,10 +54,10 @@ struct AffineCoding {
   uint16_t* zero;
 };
 
-// All return whether every value was finite and of a size that sums can take.
+// All return whether every value was finite and of a size that sums can take; losses are added to what is there.
 struct Encoder {
-  bool (*rotated)(const RotatedCoding&, int head, int from, int count);
-  bool (*affine)(const AffineCoding&, int head, int from, int count);  // of whole groups
+  bool (*rotated)(const RotatedCoding&, int head, int from, int count, Loss&);
+  bool (*affine)(const AffineCoding&, int head, int from, int count, Loss&);  // of whole groups
   void (*sum)(const Input&, int head, int from, int count, double* out);  // (D), added to what is there
 };
 

@@ -101,11 +101,6 @@ void narrow(const float* x, int dim, typename Values<T>::Stored* out) {
   }
 }
 
-inline const float* angles_of(const Angles& a, int row) {
-  const int at = a.first + row;
-  return a.pages[at / a.each] + int64_t(at % a.each) * 2 * a.half;
-}
-
 // A row's rotated entries, half-split, by the angles of its position.
 void rotate_row(const Decoding& d, const float* cos, float* x) {
   const int half = d.angles.half;

@@ -37,16 +37,45 @@ inline uint16_t outward(float x, bool up) {
 struct Sum {
   V lanes[LANES] = {};
   void add(int i, V x) { lanes[i / W % LANES] += x; }
+  // Halves are added until one number is left: of 16, 8, 4 and 2.
   float total() const {
-    float x[16];
-    for (int i = 0; i < LANES; i++) store(x + i * W, lanes[i]);
-    for (int half = 8; half; half /= 2)
-      for (int i = 0; i < half; i++) x[i] += x[i + half];
-    return x[0];
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)lanes[0]), _mm512_extractf32x8_ps((__m512)lanes[0], 1));
+#else
+    const __m256 eight = _mm256_add_ps((__m256)lanes[0], (__m256)lanes[1]);
+#endif
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)), two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    const V four = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+#endif
   }
 };
 
-// A row of floats, padded with zeros to a multiple of 16.
+// A row's rotary embedding undone, in half-split order.
+void undo(const Input& in, const float* cos, float* x) {
+  const int half = in.undo.half;
+  const float* sin = cos + half;
+  float *a = x + in.rope_first, *b = a + half;
+  if (in.interleaved) {
+    float pairs[MAX_DIM];
+    memcpy(pairs, a, 2 * half * sizeof(float));
+    for (int i = 0; i < half; i++) a[i] = pairs[2 * i], b[i] = pairs[2 * i + 1];
+  }
+  int i = 0;
+  for (; i + W <= half; i += W) {
+    const V u = load(a + i), v = load(b + i), c = load(cos + i), s = load(sin + i);
+    store(a + i, (u * c + v * s) * in.ratio), store(b + i, (v * c - u * s) * in.ratio);
+  }
+  for (; i < half; i++) {
+    const float u = a[i], v = b[i];
+    a[i] = (u * cos[i] + v * sin[i]) * in.ratio, b[i] = (v * cos[i] - u * sin[i]) * in.ratio;
+  }
+}
+
+// A row of floats before RoPE, padded with zeros to a multiple of 16.
 void read_row(const Input& in, int head, int64_t at, float* out) {
   const uint8_t* row = in.data + head * in.head + at * in.row;
   const float* floats = reinterpret_cast<const float*>(row);
@@ -64,11 +93,15 @@ void read_row(const Input& in, int head, int64_t at, float* out) {
     for (; i < in.dim; i++) out[i] = bfloat(words[i]);
   }
   for (; i < width; i++) out[i] = 0;
+  if (in.undo.pages) undo(in, angles_of(in.undo, int(at)), out);
 }
 
 float largest_of(const float* x, int width) {
   V top{};
   for (int i = 0; i < width; i += W) top = larger(absolute(load(x + i)), top);
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)top);
+#endif
   float largest = 0;
   for (int i = 0; i < W; i++) largest = top[i] > largest ? top[i] : largest;
   return largest;
@@ -80,6 +113,9 @@ bool sound(const float* x, int width) {
     const VI fits = absolute(load(x + i)) <= LARGEST;  // a NaN fails any comparison
     bad |= ~fits;
   }
+#if defined(__AVX512F__)
+  return !_mm512_test_epi32_mask((__m512i)bad, (__m512i)bad);
+#endif
   int any = 0;
   for (int i = 0; i < W; i++) any |= bad[i];
   return !any;
@@ -92,6 +128,14 @@ void pack(const uint8_t* codes, int dim, int bits, uint8_t* out) {
     memcpy(out, codes, dim);
     return;
   }
+  int i = 0, at = 0;
+#if defined(__AVX2__)
+  for (; bits == 4 && i + 32 <= dim; i += 32, at += 16) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i*)(codes + i)), _mm256_set1_epi16(0x1001));
+    _mm_storeu_si128((__m128i*)(out + at), _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+  }
+#endif
+  codes += i, dim -= i, out += at;
   uint8_t whole[MAX_DIM + 16];
   for (int i = 0, at = 0; i < dim; i += 8, at += bits) {
     uint64_t word;
@@ -102,38 +146,51 @@ void pack(const uint8_t* codes, int dim, int bits, uint8_t* out) {
     word = (word & 0x00000000ffffffffull) | (word >> 32) << 4 * bits;
     memcpy(whole + at, &word, 8);
   }
-  memcpy(out, whole, bytes);
+  memcpy(out, whole, bytes - at);
 }
 
-// Index of each value's cell: how many boundaries lie below it.
-template <bool UP>
-void nearest(const float* y, int width, const float* boundaries, int levels, uint8_t* codes) {
+// Index of each value's cell (how many boundaries lie below it) and its codeword, of tables that fit into registers.
+template <bool UP, int BITS>
+void nearest_of(const float* y, int width, const float* boundaries, const float* words, uint8_t* codes, float* q) {
+  const Table16 of_cell(words);
+#if defined(__AVX512F__)
+  const Table16 bounds(boundaries);
+#endif
   for (int i = 0; i < width; i += W) {
     const V value = load(y + i);
     VI index{};
-    if (levels <= 16) {
-      for (int b = 0; b < levels - 1; b++) {
-        const VI above = UP ? value >= boundaries[b] : value > boundaries[b];  // -1 where true
-        index -= above;
-      }
-    } else {
-      for (int j = 0; j < W; j++) {
-        int at = 0;
-        for (int step = levels / 2; step; step /= 2) {
-          const float boundary = boundaries[at + step - 1];
-          at += (UP ? value[j] >= boundary : value[j] > boundary) ? step : 0;
-        }
-        index[j] = at;
-      }
+#if defined(__AVX512F__)
+    for (int step = 1 << BITS >> 1; step; step >>= 1) {
+      const V bound = bounds(index + (step - 1));
+      const VI above = UP ? value >= bound : value > bound;  // all bits set where true
+      index += above & step;
     }
-    for (int j = 0; j < W; j++) codes[i + j] = uint8_t(index[j]);
+#else
+    for (int b = 0; b < (1 << BITS) - 1; b++) {
+      const VI above = UP ? value >= boundaries[b] : value > boundaries[b];
+      index -= above;
+    }
+#endif
+    store_bytes(codes + i, index), store(q + i, of_cell(index));
   }
 }
 
-// q of codes, or what it adds; 0 past dim.
-void codewords(const uint8_t* codes, int dim, int width, const float* table, float* q) {
-  for (int i = 0; i < width; i++) q[i] = table[codes[i]];
-  for (int i = dim; i < width; i++) q[i] = 0;
+template <bool UP>
+void nearest(const float* y, int width, int bits, const float* boundaries, const float* words, uint8_t* codes, float* q) {
+  switch (bits) {
+    case 1: return nearest_of<UP, 1>(y, width, boundaries, words, codes, q);
+    case 2: return nearest_of<UP, 2>(y, width, boundaries, words, codes, q);
+    case 3: return nearest_of<UP, 3>(y, width, boundaries, words, codes, q);
+    case 4: return nearest_of<UP, 4>(y, width, boundaries, words, codes, q);
+  }
+  for (int i = 0; i < width; i++) {
+    int at = 0;
+    for (int step = 1 << bits >> 1; step; step >>= 1) {
+      const float boundary = boundaries[at + step - 1];
+      at += (UP ? y[i] >= boundary : y[i] > boundary) ? step : 0;
+    }
+    codes[i] = uint8_t(at), q[i] = words[at];
+  }
 }
 
 float dot(const float* a, const float* b, int width) {
@@ -180,11 +237,21 @@ float best_grid(const RotatedCoding& c, const float* y, int dim, int width, int 
   return fit(y, dim, width, slope, levels, q).cosine > best ? slope : t;
 }
 
-bool rotated(const RotatedCoding& c, int head, int from, int count) {
+// Sum of squares, of rows whose float32 sum overflowed too.
+double energy_of(const float* x, int width, float sum) {
+  if (sum <= LARGEST) return sum;
+  double total = 0;
+  for (int i = 0; i < width; i++) total += double(x[i]) * x[i];
+  return total;
+}
+
+bool rotated(const RotatedCoding& c, int head, int from, int count, Loss& loss) {
   const int dim = c.input.dim, width = padded(dim);
   alignas(64) float x[MAX_DIM + 16], y[MAX_DIM + 16], q[MAX_DIM + 16], more[MAX_DIM + 16], mean[MAX_DIM + 16];
+  alignas(64) float signs[MAX_DIM + 16] = {};
   alignas(64) uint8_t codes[MAX_DIM + 16];
   bool fine = true;
+  memcpy(signs, c.signs, dim * sizeof(float));
   if (c.mean) {
     for (int i = 0; i < dim; i++) mean[i] = bfloat(c.mean[head * int64_t(dim) + i]);
     for (int i = dim; i < width; i++) mean[i] = 0;
@@ -204,7 +271,9 @@ bool rotated(const RotatedCoding& c, int head, int from, int count) {
         store(y + i, apart);
         plain.add(i, value * value), centred.add(i, apart * apart);
       }
-      nearer = centred.total() < plain.total();
+      const float energy = plain.total();
+      nearer = centred.total() < energy;
+      loss.energy += energy_of(x, width, energy);
       if (nearer) memcpy(x, y, width * sizeof(float));
     }
     const float largest = largest_of(x, width);
@@ -216,11 +285,12 @@ bool rotated(const RotatedCoding& c, int head, int from, int count) {
       store(x + i, value);
       squares.add(i, value * value);
     }
-    const float unit = __builtin_sqrtf(squares.total() / float(dim));
-    for (int i = 0; i < dim; i++) y[i] = x[i] * c.signs[i];
+    const float sum = squares.total(), unit = __builtin_sqrtf(sum / float(dim));
+    if (!c.mean) loss.energy += double(sum) * largest * largest;
+    for (int i = 0; i < width; i += W) store(y + i, load(x + i) * load(signs + i));
     if (c.odd == 1) {
       sylvester(y, dim);
-      for (int i = 0; i < dim; i++) y[i] *= root[0];
+      for (int i = 0; i < width; i += W) store(y + i, load(y + i) * root);
     } else {
       const int power = dim / c.odd;
       for (int i = 0; i < c.odd; i++) sylvester(y + i * power, power);
@@ -232,30 +302,32 @@ bool rotated(const RotatedCoding& c, int head, int from, int count) {
           y[i * power + j] = sum;
         }
     }
-    const float by_unit = coded ? 1 / unit : 0;
-    for (int i = 0; i < dim; i++) y[i] *= by_unit;
+    const V by_unit = all(coded ? 1 / unit : 0);
+    for (int i = 0; i < width; i += W) store(y + i, load(y + i) * by_unit);
     for (int i = dim; i < width; i++) y[i] = 0;
 
     const int64_t row = int64_t(head) * c.input.count + t;
     for (int s = 0; s < c.stages; s++) {
       const auto& stage = c.stage[s];
-      const int levels = 1 << stage.bits;
       const float* from_here = s ? more : y;
+      float* found = s ? more : q;
       if (c.steps) {
+        const int levels = 1 << stage.bits;
         grid_codes(y, width, best_grid(c, y, dim, width, levels), levels, q);
-        for (int i = 0; i < width; i++) codes[i] = uint8_t(int(q[i]));
+        for (int i = 0; i < width; i += W) {
+          const VI code = __builtin_convertvector(load(q + i), VI);
+          store_bytes(codes + i, code);
+        }
+        for (int i = 0; i < width; i++) q[i] = stage.codewords[codes[i]];
       } else if (c.ties_up) {
-        nearest<true>(from_here, width, stage.boundaries, levels, codes);
+        nearest<true>(from_here, width, stage.bits, stage.boundaries, stage.codewords, codes, found);
       } else {
-        nearest<false>(from_here, width, stage.boundaries, levels, codes);
+        nearest<false>(from_here, width, stage.bits, stage.boundaries, stage.codewords, codes, found);
       }
-      for (int i = dim; i < width; i++) codes[i] = 0;
-      if (s == 0) {
-        codewords(codes, dim, width, stage.codewords, q);
-        if (c.stages == 2)
-          for (int i = 0; i < width; i += W) store(more + i, load(y + i) - load(q + i));
-      } else {
-        codewords(codes, dim, width, stage.codewords, more);
+      for (int i = dim; i < width; i++) codes[i] = 0, found[i] = 0;
+      if (s == 0 && c.stages == 2) {
+        for (int i = 0; i < width; i += W) store(more + i, load(y + i) - load(q + i));
+      } else if (s == 1) {
         for (int i = 0; i < width; i += W) store(q + i, load(q + i) + load(more + i));
       }
       const int bytes = (dim * stage.bits + 7) / 8;
@@ -271,15 +343,27 @@ bool rotated(const RotatedCoding& c, int head, int from, int count) {
     }
     const float scale = coded ? largest * unit * correction : 0;
     c.scale[row] = to_bfloat(c.mean && !nearer ? -scale : scale);
+    if (!coded) continue;
+    // A rotation keeps lengths, and a mean that was taken off comes back: the error is that of the points.
+    const double size = double(largest) * unit;
+    const float factor = float(bfloat(to_bfloat(scale)) / size);
+    Sum lost;
+    for (int i = 0; i < width; i += W) {
+      const V apart = load(y + i) - load(q + i) * factor;
+      lost.add(i, apart * apart);
+    }
+    loss.error += double(lost.total()) * size * size;
   }
   return fine;
 }
 
 // Codes of a row whose steps and zeros are spread to every channel.
-void affine_row(const AffineCoding& c, const float* x, const float* step, const float* zero, int64_t row) {
+void affine_row(const AffineCoding& c, const float* x, const float* step, const float* zero, int64_t row, Loss& loss) {
   const int dim = c.input.dim, width = padded(dim);
   const V top = all(float((1 << c.bits) - 1));
   alignas(64) uint8_t codes[MAX_DIM + 16];
+  alignas(64) float apart[MAX_DIM + 16];
+  Sum error, energy;
   for (int i = 0; i < width; i += W) {
     const V by = load(step + i), one = all(1.0f);
     const VI some = by > 0;
@@ -287,8 +371,11 @@ void affine_row(const AffineCoding& c, const float* x, const float* step, const 
     code = smaller(larger(code, V{}), top);
     code = (code + ROUNDING) - ROUNDING;
     code = some ? code : V{};
-    for (int j = 0; j < W; j++) codes[i + j] = uint8_t(int(code[j]));
+    store_bytes(codes + i, __builtin_convertvector(code, VI));
+    const V value = load(x + i), far = value - (code * by + load(zero + i));
+    store(apart + i, far), error.add(i, far * far), energy.add(i, value * value);
   }
+  loss.error += energy_of(apart, dim, error.total()), loss.energy += energy_of(x, dim, energy.total());
   for (int i = dim; i < width; i++) codes[i] = 0;
   const int bytes = (dim * c.bits + 7) / 8;
   pack(codes, dim, c.bits, c.codes + row * bytes);
@@ -300,7 +387,7 @@ void step_of(float lowest, float highest, int levels, uint16_t& step, uint16_t& 
   if (!(bfloat(step) >= SMALLEST)) step = 0;
 }
 
-bool affine(const AffineCoding& c, int head, int from, int count) {
+bool affine(const AffineCoding& c, int head, int from, int count, Loss& loss) {
   const int dim = c.input.dim, width = padded(dim), levels = (1 << c.bits) - 1;
   alignas(64) float x[MAX_DIM + 16], low[MAX_DIM + 16], high[MAX_DIM + 16], step[MAX_DIM + 16] = {}, zero[MAX_DIM + 16] = {};
   bool fine = true;
@@ -318,7 +405,7 @@ bool affine(const AffineCoding& c, int head, int from, int count) {
         step_of(lowest, highest, levels, by, origin);
         for (int i = begin; i < end; i++) step[i] = bfloat(by), zero[i] = bfloat(origin);
       }
-      affine_row(c, x, step, zero, row);
+      affine_row(c, x, step, zero, row, loss);
     }
     return fine;
   }
@@ -341,7 +428,7 @@ bool affine(const AffineCoding& c, int head, int from, int count) {
     }
     for (int t = start; t < stop; t++) {
       read_row(c.input, head, t, x);
-      affine_row(c, x, step, zero, int64_t(head) * c.input.count + t);
+      affine_row(c, x, step, zero, int64_t(head) * c.input.count + t, loss);
     }
   }
   return fine;

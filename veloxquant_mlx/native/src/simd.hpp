@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "problem.hpp"
+
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(KVTOOL_USE_NEON)
@@ -34,6 +36,12 @@ inline V load(const float* at) { return *reinterpret_cast<const VU*>(at); }
 inline void store(float* at, V x) { *reinterpret_cast<VU*>(at) = x; }
 inline V all(float x) { return V{} + x; }
 inline int padded(int size) { return (size + 15) / 16 * 16; }  // to whole vectors of every level
+
+// Cosines of a row's angles; the sines follow.
+inline const float* angles_of(const Angles& a, int row) {
+  const int at = a.first + row;
+  return a.pages[at / a.each] + int64_t(at % a.each) * 2 * a.half;
+}
 
 inline float bfloat(uint16_t x) {
   uint32_t bits = uint32_t(x) << 16;
@@ -143,6 +151,43 @@ inline V hadamard(V x) {
 }
 
 #endif
+
+// The low bytes of W numbers below 256.
+inline void store_bytes(uint8_t* at, VI x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)at, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__AVX2__)
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  _mm_storel_epi64((__m128i*)at, _mm_packus_epi16(words, words));
+#else
+  for (int i = 0; i < W; i++) at[i] = uint8_t(x[i]);
+#endif
+}
+
+// Values of a table of 16, at indices below 16.
+struct Table16 {
+#if defined(__AVX512F__)
+  __m512 values;
+  explicit Table16(const float* at) : values(_mm512_loadu_ps(at)) {}
+  V operator()(VI index) const { return (V)_mm512_permutexvar_ps((__m512i)index, values); }
+#elif defined(__AVX2__)
+  __m256 low, high;
+  explicit Table16(const float* at) : low(_mm256_loadu_ps(at)), high(_mm256_loadu_ps(at + 8)) {}
+  V operator()(VI index) const {
+    const __m256i i = (__m256i)index;
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(i, 28));
+    return (V)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i), upper);
+  }
+#else
+  const float* values;
+  explicit Table16(const float* at) : values(at) {}
+  V operator()(VI index) const {
+    V x;
+    for (int i = 0; i < W; i++) x[i] = values[index[i]];
+    return x;
+  }
+#endif
+};
 
 // e^x for x <= 0, 0 below the normal numbers; NaN stays. Relative error below 2e-7.
 inline V exp_negative(V x) {
