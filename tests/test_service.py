@@ -130,6 +130,39 @@ def test_a_file_of_tenants_is_followed(tmp_path: Path) -> None:
     assert known.of(ANAS) is None and known.of(BOBS) == BOB
 
 
+def test_an_unreadable_file_of_tenants_lets_nobody_in_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tenants.json"
+    tenants_file.write(file, [ANA])
+    state = State(Folder(tmp_path / "store"), Tenants(file=file), Limits())
+    keeping, kept = Keeping(state), []
+    monkeypatch.setattr(keeping, "_keep", kept.append)
+    with TestClient(make_app(state), raise_server_exceptions=False) as client:
+        for body in ("{", None):
+            file.unlink() if body is None else file.write_text(body)
+            answer = client.get("/v1/tenant", headers=bearer(ANAS))
+            assert answer.status_code == 503 and str(tmp_path) not in answer.text and "hint" in answer.text
+            keeping.round()
+        assert kept == []
+        tenants_file.write(file, [ANA])
+        assert client.get("/v1/tenant", headers=bearer(ANAS)).status_code == 200
+    keeping.round()
+    assert kept == [ANA]
+
+
+def test_one_tenants_uploads_are_not_seen_or_paid_by_another(state: State, client: TestClient) -> None:
+    assert client.put("/v1/objects/chunks/a", content=b"x" * 1000).status_code == 201
+    before = client.get("/v1/stats").json()["bytes"]
+    (state.partition(BOB).scratch / "upload.part").write_bytes(b"y" * 50_000)
+    assert client.get("/v1/stats").json()["bytes"] == before == 1000
+    model = tiny("qwen3")
+    store = Store(state.partition(ANA), chunk=CHUNK)
+    store.put(kvtool.capture(model, ids(2 * CHUNK, 1)), codec="raw")
+    names = {entry.name for entry in store.objects.names()}
+    state.quota = store.stats()["bytes"] + 1000
+    Keeping(state).round()
+    assert {entry.name for entry in store.objects.names()} == names
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -232,6 +265,17 @@ def test_odd_names(client: TestClient, tmp_path: Path, name: str) -> None:
         assert answer.status_code in (404, 405, 422) and "error" in answer.json(), (method, answer.status_code)
     assert client.post("/v1/objects/sizes", json={"names": ["../x"]}).status_code == 422
     assert not files(tmp_path)
+
+
+def test_a_name_is_not_both_an_object_and_a_folder(client: TestClient, tmp_path: Path) -> None:
+    assert client.put("/v1/objects/chunks/a", content=b"1").status_code == 201
+    for method in ("HEAD", "GET", "DELETE"):
+        assert client.request(method, "/v1/objects/chunks").status_code == 404
+    assert client.post("/v1/objects/sizes", json={"names": ["chunks"]}).json() == {"sizes": [None]}
+    for name in ("chunks", "chunks/a/b"):
+        answer = client.put(f"/v1/objects/{name}", content=b"2")
+        assert answer.status_code == 409 and "cannot both be objects" in answer.text
+    assert client.get("/v1/objects/chunks/a").content == b"1" and len(files(tmp_path)) == 1
 
 
 def test_listing_in_pages(client: TestClient, state: State) -> None:
@@ -342,6 +386,101 @@ def test_a_body_longer_than_its_length_is_no_second_request(running: tuple[Any, 
     assert answer.startswith(b"HTTP/1.1 201") and answer.count(b"HTTP/1.1") == 1
     assert Served(found.address, ANAS).read("short") == b"abc"
     Served(found.address, ANAS).remove("short")
+
+
+def test_who_takes_nothing_is_let_go(tmp_path: Path) -> None:
+    """A reader that stops, and a body that stops: neither holds the service for ever."""
+    app = make_app(state := State(Folder(tmp_path / "store"), None, Limits(idle_seconds=0.2)))
+    state.partition(state.anyone).write("a", bytes(4 << 20))
+
+    async def talk(method: str, path: str, body: bytes, deaf: bool) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = []
+        parts = iter([{"type": "http.request", "body": body, "more_body": method == "POST"}])
+
+        async def receive() -> dict[str, Any]:
+            return next(parts, None) or await asyncio.sleep(60)  # type: ignore[return-value]
+
+        async def send(message: dict[str, Any]) -> None:
+            said.append(message)
+            if deaf and message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        scope = {"type": "http", "method": method, "path": path, "raw_path": b"", "query_string": b"", "headers": []}
+        whole = {**scope, "http_version": "1.1", "scheme": "http", "server": ("x", 1), "client": ("x", 1), "root_path": ""}
+        async with asyncio.timeout(20):
+            await app(whole, receive, send)
+        return said
+
+    said = asyncio.run(talk("GET", "/v1/objects/a", b"", True))
+    assert said[0]["status"] == 200 and len(said) == 2
+    assert asyncio.run(talk("POST", "/v1/lookup", b"{", False))[0]["status"] == 408
+
+
+def test_an_object_that_goes_while_it_is_read_breaks_the_answer_off(
+    client: TestClient, state: State, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(type(state.objects), "size", lambda self, name: 100)
+    with caplog.at_level(logging.ERROR, "kvtool.service"):
+        assert client.get("/v1/objects/gone").content == b""
+    assert "broke off" in caplog.text and "Traceback" not in caplog.text
+
+
+def test_the_next_run_without_tenants_has_the_objects_of_the_one_before(tmp_path: Path) -> None:
+    for _ in range(2):
+        with service(tmp_path / "store") as run:
+            (token,) = [line.split()[-1] for line in run.said if "the token of this run" in line]
+            served = Served(run.address, token)
+            held = served.size("a")
+            served.write("a", b"1")
+            served.close()
+    assert held == 1
+
+
+def test_where_it_cannot_listen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        arguments = ["serve", "--store", str(tmp_path / "s"), "--no-tokens", "--port", str(taken.getsockname()[1])]
+        assert run(arguments) == 1
+    assert "cannot listen at 127.0.0.1" in capsys.readouterr().err
+    (tmp_path / "x.pem").touch()
+    assert run([*arguments, "--tls-cert", str(tmp_path / "x.pem"), "--tls-key", str(tmp_path / "x.pem")]) == 2
+    assert "x.pem" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://127.0.0.1:abc", "http://127.0.0.1:0", "http://u:secret@h"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(ValueError, match=r"HOST\[:PORT\]") as caught:
+        Served(address, "t")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ["kvt_secret\nx", "kvt_secr\u20ac", "kvt secret"])
+def test_a_token_that_is_none_is_not_shown(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t").write_text(token, encoding="utf-8")
+    for name, value in (("KVTOOL_TOKEN", token), ("KVTOOL_TOKEN_FILE", str(tmp_path / "t"))):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match="visible ASCII") as caught:
+            Served("http://127.0.0.1:1")
+        assert "secr" not in str(caught.value)
+
+
+def test_a_server_of_another_kind_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer:
+        data, status = b"<html>", 200
+
+        def json(self) -> object:
+            return json.loads(self.data)
+
+    served, answer = Served("http://127.0.0.1:1", "t"), Answer()
+    monkeypatch.setattr(served, "_ask", lambda *args, **more: answer)
+    for data in (b"<html>", b"[]", b"{}", b'{"salt": 3}', b'{"salt": "00"}'):
+        answer.data = data
+        for ask in (lambda: served.name_key, lambda: list(served.names()), lambda: served.sizes(["a"])):
+            with pytest.raises(OSError, match="is it a kvtool serve"):
+                ask()
+    answer.data = b"0123456789"  # a proxy that gives all where a range was asked for
+    assert served.read("a", 2, 3) == b"234"
 
 
 def test_a_client_of_the_store(running: tuple[Any, Path]) -> None:

@@ -65,6 +65,18 @@ def test_odd_names_are_refused(tmp_path: Path, name: str) -> None:
     assert everything(tmp_path) == []
 
 
+def test_a_folder_of_objects_is_none_itself(tmp_path: Path) -> None:
+    objects = Folder(tmp_path / "s")
+    assert objects.write("a/b", b"1")
+    assert objects.size("a") is None and objects.path("a") is None and not objects.remove("a")
+    with pytest.raises(Missing):
+        objects.read("a")
+    for name in ("a", "a/b/c"):
+        with pytest.raises((IsADirectoryError, NotADirectoryError)):
+            objects.write(name, b"2")
+    assert objects.read("a/b") == b"1" and objects.unfinished() == 0
+
+
 def test_names_below_a_prefix(tmp_path: Path) -> None:
     objects = Folder(tmp_path)
     for name in ("a/b/1", "a/b/2", "a/c/1", "ab/1", "b"):

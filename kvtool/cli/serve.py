@@ -1,6 +1,7 @@
 """`kvtool serve`: the store over HTTP."""
 
 import ipaddress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def command(
         raise BackendError("the service needs fastapi and uvicorn, which are not installed", hint="pip install 'kvtool[serve]'")
     from kvtool.service.running import serve
     from kvtool.service.settings import Limits
-    from kvtool.service.state import State
+    from kvtool.service.state import ANYONE, State
     from kvtool.service.tenants import RIGHTS, Tenants, made
     from kvtool.store.addresses import open_objects
 
@@ -85,7 +86,8 @@ def command(
         tenants = Tenants(file=tenants_file)
     elif not no_tokens:
         tenant, token = made("anyone", RIGHTS)
-        tenants = Tenants([tenant])
+        # A token for this run, and the objects of every run before it.
+        tenants = Tenants([replace(tenant, salt=ANYONE.salt)])
         note(f"the token of this run: {token}")
     limits = Limits(object_bytes=int(max_object * 1e9))
     state = State(open_objects(store), tenants, limits, quota)

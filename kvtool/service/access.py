@@ -1,14 +1,18 @@
 """Who asks, and whether they may."""
 
+import logging
 from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from formats.errors import KVError
 from kvtool.service.errors import Refused
 from kvtool.service.partition import Partition
 from kvtool.service.state import State
 from kvtool.service.tenants import Tenant
+
+logger = logging.getLogger(__name__)
 
 _bearer = HTTPBearer(auto_error=False, description="A token of `kvtool tenants add`.")
 
@@ -27,9 +31,13 @@ def tenant_of(
     """The tenant whose token the request carries.
 
     Raises:
-        Refused: 401.
+        Refused: 401; 503 where the file of tenants cannot be read: then nobody is let in.
     """
-    tenant = state.anyone if state.tenants is None else state.tenants.of(given.credentials) if given is not None else None
+    try:
+        tenant = state.anyone if state.tenants is None else state.tenants.of(given.credentials) if given is not None else None
+    except (KVError, OSError) as error:
+        logger.error("nobody is let in: %s", error)
+        raise Refused(503, "who may use this service cannot be read", hint="its log says why", headers={"Retry-After": "5"}) from None
     if tenant is None:
         raise Refused(
             401, "a known bearer token is needed", hint="send Authorization: Bearer TOKEN", headers={"WWW-Authenticate": "Bearer"}

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtool.service import errors, objects_routes, prompts_routes
 from kvtool.service.access import Its, Known, Operates
 from kvtool.service.state import State
+from kvtool.service.transfer import BrokenOff, Stalled
 from kvtool.version import __version__
 
 logger = logging.getLogger("kvtool.service")
@@ -106,7 +107,11 @@ class Watched:
                 status = message["status"]
                 message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", request_id.encode())]}
             sent += len(message.get("body", b""))
-            await send(message)
+            try:
+                async with asyncio.timeout(self._state.limits.idle_seconds):
+                    await send(message)
+            except TimeoutError:
+                raise BrokenOff("nothing of the answer was taken") from None
 
         figures.running.inc()
         try:
@@ -116,6 +121,11 @@ class Watched:
                 await refusal(scope, receive, sending)
             else:
                 await self._app(scope, body, sending)
+        except Stalled as error:
+            await errors.answer(408, str(error), headers={"Connection": "close"})(scope, receive, sending)
+        except BrokenOff as error:
+            # The connection is closed before the length that was announced: its reader knows.
+            logger.error("%s %s broke off: %s", scope["method"], json.dumps(scope["path"]), error)
         finally:
             figures.running.dec()
             taken = time.perf_counter() - start
@@ -144,7 +154,7 @@ class Watched:
                 async with asyncio.timeout(self._state.limits.idle_seconds):
                     message = await receive()
             except TimeoutError:
-                message = {"type": "http.disconnect"}
+                raise Stalled(f"nothing was received for {self._state.limits.idle_seconds:g} s") from None
             parts.append(message)
             size += len(message.get("body", b""))
             if size > self._state.limits.json_bytes:

@@ -41,7 +41,12 @@ class Keeping:
 
     def round(self) -> None:
         """Once for every tenant; what fails is logged, and the next round tries again."""
-        tenants = (self._state.anyone,) if self._state.tenants is None else self._state.tenants.all()
+        try:
+            self._state.objects.sweep()
+            tenants = (self._state.anyone,) if self._state.tenants is None else self._state.tenants.all()
+        except (OSError, KVError) as error:
+            logger.error("keeping house: %s", error)
+            return
         for tenant in tenants:
             if self._stop.is_set():
                 return

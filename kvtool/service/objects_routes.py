@@ -155,6 +155,7 @@ async def get(objects: Reads, state: Its, request: Request, name: Named) -> Resp
         201: {"description": "Kept"},
         400: {"description": "Not the bytes announced"},
         408: {"description": "The body stalled"},
+        409: {"description": "The name begins those of other objects, or one of theirs begins it"},
         413: {"description": "Too large"},
         507: {"description": "Full"},
     },
@@ -179,6 +180,8 @@ async def put(
     path, size = await received(request, folder, limits.object_bytes, limits.idle_seconds, x_content_blake3)
     try:
         made = await run_in_threadpool(objects.write, name, path)
+    except (IsADirectoryError, NotADirectoryError):
+        raise Refused(409, f"{name} and a part of it cannot both be objects", hint="choose another name") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import ssl
 import sys
 
 import uvicorn
@@ -26,6 +27,9 @@ def serve(
         state: what is served, and to whom; its objects are closed at the end.
         tls_cert, tls_key: files, PEM.
         grace: seconds that requests under way may take to end.
+    Raises:
+        ValueError: a certificate or key that is none.
+        OSError: it cannot listen there.
     """
     app = make_app(state)
     handler = logging.StreamHandler(sys.stderr)
@@ -52,11 +56,14 @@ def serve(
     try:
         with Keeping(state):
             server.run()
+    except ssl.SSLError as error:
+        files = f"{tls_cert} and {tls_key}"
+        raise ValueError(f"[serve] tls_cert and tls_key must be a certificate and its key, PEM, but got {files} ({error}).") from None
+    except SystemExit:
+        raise OSError(f"cannot listen at {host}:{port}, as said above; another --port or --host may do") from None
     finally:
         signal.signal(signal.SIGTERM, before)
-    state.objects.close()
-    if not server.started:
-        raise OSError(f"cannot listen at {host}:{port}; the log above says why")
+        state.objects.close()
 
 
 class Announcing(uvicorn.Server):

@@ -27,6 +27,10 @@ class Unlike(ValueError):
     """A body that is not what was announced."""
 
 
+class BrokenOff(Exception):
+    """An answer that cannot go on once it has begun."""
+
+
 class Stalled(OSError):
     """Nothing moved for too long."""
 
@@ -112,14 +116,13 @@ async def sent(objects: Objects, name: str, begin: int, end: int) -> AsyncIterat
     """Bytes [begin, end) of an object.
 
     Raises:
-        Missing: the object went away before its first byte; OSError: it went away after that, so that the answer breaks off.
+        BrokenOff: the object went away, or the medium failed.
     """
-    path = objects.path(name)
+    fd = -1
     try:
-        fd = -1 if path is None else await run_in_threadpool(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise Missing(name) from None
-    try:
+        path = objects.path(name)
+        if path is not None:
+            fd = await run_in_threadpool(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
         position = begin
         while position < end:
             length = min(PART, end - position)
@@ -128,9 +131,11 @@ async def sent(objects: Objects, name: str, begin: int, end: int) -> AsyncIterat
             else:
                 part = await run_in_threadpool(objects.read, name, position, length)
             if not part:
-                raise OSError(f"{name} ends at {position} of {end} bytes")
+                raise BrokenOff(f"{name} ends at {position} of {end} bytes")
             yield part
             position += len(part)
+    except (Missing, OSError) as error:
+        raise BrokenOff(f"{name}: {error}") from error
     finally:
         if fd >= 0:
             os.close(fd)

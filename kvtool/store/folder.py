@@ -15,6 +15,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ class Folder:
             with open(self._file(name), "rb") as file:
                 file.seek(start)
                 return file.read() if length is None else file.read(length)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise Missing(name) from None
 
     def path(self, name: str) -> Path | None:
@@ -110,6 +111,8 @@ class Folder:
     def write(self, name: str, source: Path | bytes) -> bool:
         target = self._file(name)
         own = isinstance(source, Path) and source.parent == self._scratch
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
         temp = source if isinstance(source, Path) and own else self.scratch / f"{secrets.token_hex(8)}.part"
         try:
             made = not target.exists()
@@ -156,9 +159,10 @@ class Folder:
 
     def size(self, name: str) -> int | None:
         try:
-            return os.stat(self._file(name)).st_size
+            status = os.stat(self._file(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         return [self.size(name) for name in names]
@@ -172,8 +176,11 @@ class Folder:
                 yield Entry(path[base:], status.st_size, status.st_mtime)
 
     def remove(self, name: str) -> bool:
+        file = self._file(name)
+        if file.is_dir():
+            return False
         try:
-            os.unlink(self._file(name))
+            os.unlink(file)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True

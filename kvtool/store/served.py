@@ -5,6 +5,7 @@ repeated a few times where the connection fails or the service says 503, which i
 """
 
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from kvtool.store.scratch import Scratch
 
 CONNECT_SECONDS, IDLE_SECONDS = 5.0, 60.0
 RETRIES = 3
-_BLOCK = 1 << 20
+_SALT = re.compile(r"[0-9a-f]{64}")
+_TOKEN = re.compile(r"[!-~]*")
 
 
 class Served:
@@ -35,8 +37,14 @@ class Served:
 
     def __init__(self, address: str, token: str | None = None) -> None:
         parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-            raise ValueError(f"[store] a service's address must be http(s)://HOST[:PORT], without user or query, but got {address!r}.")
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if port == 0 or parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+            raise ValueError(
+                f"[store] a service's address must be http(s)://HOST[:PORT], without user or query, but got {_shown(address)!r}."
+            )
         self._base = address.rstrip("/") + "/v1"
         self._token = token if token is not None else _token_of_environment()
         retries = urllib3.Retry(
@@ -65,7 +73,10 @@ class Served:
         """The tenant's salt: what its prompts' keys are made with."""
         with self._asking:
             if self._name_key is None:
-                self._name_key = bytes.fromhex(self._json("GET", "/tenant")["salt"])
+                salt = self._json("GET", "/tenant", "salt")["salt"]
+                if not (isinstance(salt, str) and _SALT.fullmatch(salt)):
+                    raise OSError(f"{self._base}: /tenant gives no salt of 64 hex digits; is it a kvtool serve?")
+                self._name_key = bytes.fromhex(salt)
             return self._name_key
 
     @property
@@ -81,7 +92,10 @@ class Served:
         answer = self._ask("GET", _path(name), headers=headers, ok=(200, 206, 404, 416))
         if answer.status == 404:
             raise Missing(name)
-        return b"" if answer.status == 416 else bytes(answer.data)
+        if answer.status == 416:
+            return b""
+        # A proxy may take the range away and give all.
+        return bytes(answer.data[start : None if length is None else start + length] if answer.status == 200 else answer.data)
 
     def path(self, name: str) -> Path | None:
         check_name(name)
@@ -109,12 +123,16 @@ class Served:
         return None if answer.status == 404 else int(answer.headers["content-length"])
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        return list(self._json("POST", "/objects/sizes", {"names": [check_name(name) for name in names]})["sizes"]) if names else []
+        return (
+            list(self._json("POST", "/objects/sizes", "sizes", body={"names": [check_name(name) for name in names]})["sizes"])
+            if names
+            else []
+        )
 
     def names(self, prefix: str = "") -> Iterator[Entry]:
         after: str | None = ""
         while after is not None:
-            page = self._json("GET", f"/objects?prefix={quote(prefix, safe='')}&after={quote(after, safe='')}")
+            page = self._json("GET", f"/objects?prefix={quote(prefix, safe='')}&after={quote(after, safe='')}", "objects", "next")
             for entry in page["objects"]:
                 yield Entry(check_name(entry["name"]), int(entry["size"]), float(entry["used"]))
             after = page["next"]
@@ -124,7 +142,7 @@ class Served:
 
     def touch(self, *names: str) -> None:
         if names:
-            self._json("POST", "/objects/used", {"names": [check_name(name) for name in names]})
+            self._json("POST", "/objects/used", body={"names": [check_name(name) for name in names]})
 
     def unfinished(self) -> int:
         return 0  # the service's own affair
@@ -135,9 +153,17 @@ class Served:
     def close(self) -> None:
         self._pool.clear()
 
-    def _json(self, method: str, path: str, body: Any = None) -> Any:
+    def _json(self, method: str, path: str, *fields: str, body: Any = None) -> Any:
         answer = self._ask(method, path, ok=(200, 204), **({} if body is None else {"json": body}))
-        return answer.json() if answer.data else None
+        try:
+            found = answer.json() if answer.data else None
+        except ValueError:
+            found = None
+        if fields and not (isinstance(found, dict) and set(fields) <= set(found)):
+            raise OSError(
+                f"{self._base}: {method} {path.split('?')[0]} was not answered with {' and '.join(fields)}; is it a kvtool serve?"
+            )
+        return found
 
     def _ask(self, method: str, path: str, *, ok: tuple[int, ...], headers: dict[str, str] | None = None, **more: Any) -> Any:
         head = {"Authorization": f"Bearer {self._token}"} if self._token else {}
@@ -170,8 +196,16 @@ def _said(answer: Any) -> str:
         return {401: "a known bearer token is needed", 403: "this token may not read"}.get(answer.status, f"status {answer.status}")
 
 
+def _shown(address: str) -> str:
+    """An address without a password that it may carry."""
+    return re.sub(r"//[^/]*@", "//...@", address)
+
+
 def _token_of_environment() -> str | None:
+    """Raises ValueError, without the token, where it is none."""
     file = os.environ.get("KVTOOL_TOKEN_FILE")
-    if file:
-        return Path(file).read_text(encoding="utf-8").strip()
-    return os.environ.get("KVTOOL_TOKEN") or None
+    # Bytes of any kind, so that no error shows them.
+    token = Path(file).read_bytes().decode("latin-1").strip() if file else os.environ.get("KVTOOL_TOKEN", "").strip()
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"[store] the token of {file or '$KVTOOL_TOKEN'} must be one line of visible ASCII (not shown here).")
+    return token or None
