@@ -13,6 +13,8 @@ import zstandard
 from blake3 import blake3
 
 import kvtool
+from formats.errors import FormatError
+from kvtool.store.described import read_short
 from kvtool.store.folder import Folder
 from kvtool.store.local_copy import LocalCopy
 from kvtool.store.objects import Objects
@@ -215,3 +217,31 @@ def test_case_41_nobody_clears_a_server_unasked(tmp_path: Path, monkeypatch: pyt
         assert {entry.name for entry in owner.names()} == before
         for each in (owner, reader, stranger):
             each.close()
+
+
+def test_case_41_a_description_is_not_read_further_than_one_can_be_long(tmp_path: Path) -> None:
+    objects = Folder(tmp_path / "store")
+    objects.write("a", bytes(2000))
+    assert read_short(objects, "a", 2000) == bytes(2000)
+    asked = []
+    objects.read = lambda name, start=0, length=None: asked.append(length) or bytes(length)  # type: ignore[method-assign]
+    with pytest.raises(FormatError, match="a: has more than 1048576 bytes"):
+        read_short(objects, "a")
+    assert asked == [(1 << 20) + 1]
+
+
+def test_case_41_odd_files_in_a_folder(tmp_path: Path) -> None:
+    """What is no object's name is left alone."""
+    model, objects = tiny("qwen3"), Folder(tmp_path / "store")
+    store = opened(objects, tmp_path)
+    store.put(kvtool.capture(model, TOKENS), codec=LOSSY)
+    odd = [tmp_path / "store" / "objects" / kind / "A b.json" for kind in ("spaces", "models", "calibrations", "pins", "else")]
+    for path in odd:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"{}")
+        os.utime(path, (1, 1))
+    fresh = opened(objects, tmp_path)
+    assert fresh.load(TOKENS, model) is not None and fresh.entries()
+    fresh.gc()
+    assert fresh.lookup(TOKENS, model) is not None and all(path.exists() for path in odd)
+    assert len(fresh.check().problems) == len(odd)

@@ -228,3 +228,13 @@ def test_one_of_four_processes_creates(kind: str, request: pytest.FixtureRequest
         assert len(winners) == 1, won
         assert objects.read(f"raced/{i}") == content(100_000, winners[0])
     objects.close()
+
+
+def test_files_on_their_way_are_counted(objects: Objects) -> None:
+    assert objects.unfinished() == 0
+    source = objects.scratch / "on-its-way"
+    source.write_bytes(bytes(5000))
+    # A service keeps to its own quota, of what it has got.
+    assert objects.unfinished() == (0 if type(objects).__name__ == "Served" else 5000)
+    objects.write("there", source)
+    assert objects.unfinished() == 0 and objects.size("there") == 5000

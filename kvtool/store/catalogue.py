@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvtool.store.keys import SHORT, Node, node_of
-from kvtool.store.objects import Entry
+from kvtool.store.objects import Entry, is_name
 
 HALF_LIFE = 24 * 3600.0
 GRACE = 60.0  # seconds that what looks unneeded is left alone: its writer may not be done
@@ -35,15 +35,20 @@ class Catalogue:
     Attributes:
         held: objects with rows, by name.
         others: all other objects, by name.
+        foreign: bytes of files in a store's folder that no object can be, by their names; they are counted, and left alone.
         pinned: ids of objects that stay.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.held: dict[str, Held] = {}
         self.others: dict[str, Entry] = {}
+        self.foreign: dict[str, int] = {}
         self._chunks: dict[str, Held] = {}
         self._after: dict[str, set[str]] = defaultdict(set)
         for entry in entries:
+            if not is_name(entry.name):
+                self.foreign[entry.name] = entry.size
+                continue
             node = node_of(entry.name)
             if node is None:
                 self.others[entry.name] = entry
@@ -57,7 +62,8 @@ class Catalogue:
 
     @property
     def bytes(self) -> int:
-        return sum(held.size for held in self.held.values()) + sum(entry.size for entry in self.others.values())
+        known = sum(held.size for held in self.held.values()) + sum(entry.size for entry in self.others.values())
+        return known + sum(self.foreign.values())
 
     def before(self, node: Node) -> Held | None:
         """The chunk that an object follows, None where it is the first of its space, or the chunk is gone."""

@@ -9,7 +9,7 @@ from formats.container import Reader
 from formats.errors import DigestError, FormatError, KVError, ManifestError
 from formats.tables import digest_of
 from kvtool.store.catalogue import Catalogue
-from kvtool.store.described import read_short
+from kvtool.store.described import LONGEST, LONGEST_TABLES, read_short
 from kvtool.store.keys import Node, Space, ids_bytes, keyed, node_of, tail_hashes
 from kvtool.store.objects import Missing, Objects
 from kvtool.store.opening import opened
@@ -55,7 +55,8 @@ def check(objects: Objects, progress: Callable[[int, int], None] | None = None) 
         progress: called with (bytes done, bytes in all).
     """
     catalogue = Catalogue(objects.names())
-    total, done, count, problems = catalogue.bytes, 0, 0, []
+    problems = [Problem(name, "FormatError", "is no object of a store") for name in sorted(catalogue.foreign)]
+    total, done, count = catalogue.bytes, 0, 0
     sizes = {name: held.size for name, held in catalogue.held.items()} | {name: entry.size for name, entry in catalogue.others.items()}
     for name, size in sorted(sizes.items()):
         try:
@@ -102,7 +103,7 @@ def _check_place(reader: Reader, node: Node, secret: bytes | None) -> None:
 
 def _check_other(objects: Objects, name: str) -> None:
     kind, _, rest = name.partition("/")
-    data = objects.read(name) if kind == "calibrations" else read_short(objects, name)
+    data = read_short(objects, name, LONGEST_TABLES if kind == "calibrations" else LONGEST)
     stem = rest.rpartition(".")[0]
     if kind == "spaces":
         Space.parse(data, stem, objects.name_key)

@@ -21,7 +21,7 @@ from kvtool.store.room import Room
 logger = logging.getLogger(__name__)
 
 LONGEST = 1 << 20
-_LONGEST_TABLES = 1 << 30
+LONGEST_TABLES = 1 << 30
 _SPACE = re.compile(r"spaces/[0-9a-f]{64}\.json")
 
 
@@ -82,7 +82,7 @@ class Descriptions:
         if digest is None:
             return []
         try:
-            data = read_short(self.objects, tables_name(digest), _LONGEST_TABLES)
+            data = read_short(self.objects, tables_name(digest), LONGEST_TABLES)
         except Missing:
             return []
         if digest_of(data) != digest:
