@@ -21,14 +21,18 @@ from veloxquant_mlx.caches.blocks import Block, CodedRows
 from veloxquant_mlx.caches.coded import Growth
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.codecs._base import DTYPES
+from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
 
 HEADS, GROUPS, DIM, CODED, CALLS = 8, 4, 128, 1024, 15
 ROPE = RopeSpec("default", DIM, base=1e6)
 CASES = (
     *(("raw", None), ("rvq-4", None), ("rvq-4", ROPE), ("rvq-2", None), ("rvq-2+2", None), ("rvq-8", None), ("rabitq", None)),
-    *(("k=rabitq,v=rvq-2", None), ("affine-4", None), ("affine-4", ROPE)),
+    *(("rabitq", ROPE), ("k=rabitq,v=rvq-2", None), ("affine-4", None), ("affine-4", ROPE), ("tc-2.05", None), ("tc-2.05", ROPE)),
 )
+# Components of a head's keys: 80 of 128 have bits, 262 together, as many a value as the values' own 2 and a scale.
+WIDTHS = "6" * 8 + "5" * 12 + "4" * 16 + "3" * 16 + "2" * 14 + "1" * 14 + "0" * 48
 
 
 def repeated(coded: CodedRows, rows: int) -> CodedRows:
@@ -40,15 +44,35 @@ def repeated(coded: CodedRows, rows: int) -> CodedRows:
     return CodedRows(coded.codec, parts, (HEADS, rows, DIM), coded.dtype, coded.rope)
 
 
+def calibrated(rows: int, rope: RopeSpec | None) -> Block:
+    """`tc` rows of random codes and tables; tables are carried, so that none need be learnt."""
+    rng, keys, used = np.random.default_rng(0), (WIDTHS,) * HEADS, "0" * (80 * HEADS)
+    k = Tc(2.05, "k", True, layer="0", keys=keys)
+    v = Tc(2.05, "v", True, layer="0", keys=keys, widths=("2",) * HEADS, mix=used, cross=used)
+    sides = []
+    for codec in (k, v):
+        parts = {}
+        for name, (dtype, shape) in codec.layout((HEADS, rows, DIM), mx.float16).items():
+            x = rng.integers(0, 256, shape).astype(np.uint8) if dtype in ("U8", "I8") else np.full(shape, 0.001)
+            x = rng.integers(0, 5, shape) if name == "shapes" else np.tile([0.0, 0.125], (HEADS, 1)) if name == "range" else x
+            parts[name] = mx.array(x.astype(np.uint8) if dtype == "U8" else x).astype(DTYPES[dtype])
+        mx.eval(parts)
+        sides.append(CodedRows(codec, parts, (HEADS, rows, DIM), mx.float16, rope if codec is k else None))
+    return Block(*sides, rows, 0)
+
+
 def main(rows: int) -> None:
     rng = np.random.default_rng(0)
     keys, values = (mx.array(rng.standard_normal((HEADS, CODED, DIM)).astype(np.float16)) for _ in range(2))
     q, seen = mx.array(rng.standard_normal((HEADS, GROUPS, DIM)).astype(np.float32) / 11), Visibility(1, GROUPS, rows)
     print(f"{rows} rows, {native.level()}, threads {native.threads()}, load {os.getloadavg()[0]:.1f}")
     for spec, rope in CASES:
-        plan = parse_codec(spec)
-        one = Growth(plan.k, plan.v, rope).encoded(keys, values, 0)
-        block = Block(repeated(one.k, rows), repeated(one.v, rows), rows, 0)
+        if spec.startswith("tc-"):
+            block = calibrated(rows, rope)
+        else:
+            plan = parse_codec(spec)
+            one = Growth(plan.k, plan.v, rope).encoded(keys, values, 0)
+            block = Block(repeated(one.k, rows), repeated(one.v, rows), rows, 0)
         block.attend(q, seen, 0, 64)
         cpu, wall = [], []
         for _ in range(CALLS):

@@ -130,7 +130,7 @@ void problem(const Level& level, Pool& pool, Input& in, FILE* to) {
   const bool predicted = p.values.mix;
   p.span = 32;
   const size_t every = size_t(heads) * p.padded_rows;
-  const size_t scratch = predicted ? level.attend_components_scratch(p) : size_t(p.padded_rows) * TILE;
+  const size_t scratch = predicted ? level.attend_components_scratch(p) : level.attend_scratch(p);
   std::vector<float> a, b, c, d, e, f, out(size_t(heads) * p.rows * p.values.dim), lse(size_t(heads) * p.rows);
   p.turned = aligned(a, every * p.dim), p.by_mean = aligned(b, every), p.out = out.data(), p.lse = lse.data();
   p.sums = aligned(c, every * p.chunks * p.dim_v), p.states = aligned(d, every * p.chunks * 3);
@@ -140,7 +140,7 @@ void problem(const Level& level, Pool& pool, Input& in, FILE* to) {
   if (predicted)
     pool.run(p.chunks, [&](int i, int thread) { level.attend_components(p, i, scratches + scratch * thread); });
   else
-    pool.run(heads * p.chunks, [&](int i, int thread) { level.attend(p, i % heads, i / heads, scratches + scratch * thread); });
+    pool.run(heads * p.chunks, [&](int i, int thread) { level.attend(p, i % heads, i % heads + 1, i / heads, scratches + scratch * thread); });
   for (int head = 0; head < heads; head++) {
     level.finish(p, head);
     if (predicted) level.add_predicted(p, head);

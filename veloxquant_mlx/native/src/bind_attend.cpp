@@ -6,7 +6,7 @@ namespace kvtool {
 namespace {
 
 constexpr int CHUNK = 512;  // tokens that a thread takes at a time: enough that merging their sums is nothing beside making them
-constexpr int WEIGHTS = 1 << 16;  // of all heads' queries that values with a mix take at a time: 256 KiB
+constexpr int WEIGHTS = 1 << 16;  // of queries taken together, at a time: 256 KiB
 constexpr int ROWS = 64;    // queries from which on chunks are longer, so that their sums take no more memory
 
 float* aligned(std::vector<float>& memory, size_t size) {
@@ -43,8 +43,6 @@ std::pair<Out3, Out2> attend(
     if (rope_first < 0 || rope_first + 2 * p.half > k.rows.dim) refuse("angles", "of entries within D", shape(*angles));
   }
   const std::shared_ptr<Pool> threads = the_pool();
-  p.chunk = CHUNK * std::max(1, rows / ROWS), p.chunks = std::max(1, (count + p.chunk - 1) / p.chunk);
-
   float* out = new float[std::max<size_t>(size_t(heads) * rows * dim_v, 1)];
   Out3 out_array = owned<Out3>(out, {size_t(heads), size_t(rows), size_t(dim_v)});
   float* lse = new float[std::max<size_t>(size_t(heads) * rows, 1)];
@@ -53,11 +51,9 @@ std::pair<Out3, Out2> attend(
   const size_t all = size_t(heads) * p.padded_rows;
   const Level& now = level();
   const bool predicted = v.rows.mix;
-  if (predicted) {
-    p.span = std::clamp(WEIGHTS / std::max(heads * rows, 1) / TILE * TILE, TILE, CHUNK);
-    p.chunk = p.chunk / p.span * p.span, p.chunks = std::max(1, (count + p.chunk - 1) / p.chunk);
-  }
-  const size_t parts = all * p.chunks, scratch = predicted ? now.attend_components_scratch(p) : size_t(p.padded_rows) * TILE;
+  p.span = std::clamp(WEIGHTS / std::max(predicted ? heads * rows : rows, 1) / TILE * TILE, TILE, CHUNK);
+  p.chunk = CHUNK * std::max(1, rows / ROWS) / p.span * p.span, p.chunks = std::max(1, (count + p.chunk - 1) / p.chunk);
+  const size_t parts = all * p.chunks, scratch = predicted ? now.attend_components_scratch(p) : now.attend_scratch(p);
   std::vector<float> a, b, c, d, e, f;
   p.turned = aligned(a, all * p.dim), p.by_mean = aligned(b, all);
   p.sums = aligned(c, parts * p.dim_v), p.states = aligned(d, parts * 3);
@@ -66,11 +62,16 @@ std::pair<Out3, Out2> attend(
   {
     const WithoutGil free;
     for (int head = 0; head < heads; head++) now.prepare(p, head);
-    // Heads of one chunk lie beside each other, for they share its angles.
+    // Heads of one chunk share its angles; there must be pieces enough for all threads.
+    const int together = std::clamp(heads * p.chunks / (4 * threads->threads()), 1, std::max(heads, 1));
+    const int groups = (heads + together - 1) / together;
     if (predicted)
       threads->run(p.chunks, [&](int i, int thread) { now.attend_components(p, i, scratches + scratch * thread); });
     else
-      threads->run(heads * p.chunks, [&](int i, int thread) { now.attend(p, i % heads, i / heads, scratches + scratch * thread); });
+      threads->run(groups * p.chunks, [&](int i, int thread) {
+        const int head = i % groups * together;
+        now.attend(p, head, std::min(head + together, heads), i / groups, scratches + scratch * thread);
+      });
     threads->run(heads, [&](int head, int) {
       now.finish(p, head);
       if (predicted) now.add_predicted(p, head);

@@ -4,8 +4,8 @@
 //     v[t]   = size[t] R^T z[t] + mix^T y~[t] + v_mean              z: of the values; y~: those of the keys of all heads
 //     out[r] = R^T sum_t w size[t] z[t] / l + mix^T sum_t w y~[t] / l + v_mean,     w = e^(s - m)
 //
-// Keys before RoPE are built in tiles of 32 tokens, for their rotation needs them; of keys as cached the query takes the basis. A component's
-// tokens lie beside each other, so that all sums over tokens are products of rows. One call is of all heads, for all share y~.
+// Keys before RoPE are built in tiles of 32 tokens, for their rotation needs them; of keys as cached the query takes the basis.
+// A component's tokens lie beside each other, so that all sums over tokens are products of rows. All heads are one call's, for they share y~.
 #include "components.hpp"
 #include "problem.hpp"
 #include "products.hpp"

@@ -161,28 +161,6 @@ void to_rows(const Rows& rows, int head, int from, int count, float* out) {
   }
 }
 
-// Points of keys before RoPE to rows as cached, all of a row in registers: D = VECTORS W = 2^k, and every entry in a pair.
-template <int VECTORS>
-void to_whole_keys(const Rows& rows, int head, int from, int count, const float* angles, float* out) {
-  constexpr int dim = VECTORS * W;
-  const float norm = 1 / __builtin_sqrtf(float(dim));
-  const float* mean = rows.mean ? rows.mean + int64_t(head) * dim : nullptr;
-  for (int t = 0; t < count; t++, out += dim, angles += dim) {
-    const uint16_t stored = rows.scale[head * int64_t(rows.count) + from + t];
-    const float factor = bfloat(stored & 0x7fff) * norm;
-    V v[VECTORS];
-    butterflies<VECTORS>(out, v);
-    for (int i = 0; i < VECTORS; i++) v[i] *= load(rows.signs + W * i) * factor;
-    if (mean && stored < 0x8000)
-      for (int i = 0; i < VECTORS; i++) v[i] += load(mean + W * i);
-    for (int i = 0; i < VECTORS / 2; i++) {
-      V a = v[i], b = v[i + VECTORS / 2], cos = load(angles + W * i), sin = load(angles + dim / 2 + W * i);
-      store(out + W * i, a * cos - b * sin);
-      store(out + dim / 2 + W * i, a * sin + b * cos);
-    }
-  }
-}
-
 }  // namespace
 }  // namespace KVTOOL_INSIDE
 }  // namespace kvtool

@@ -4,7 +4,8 @@
 //     s[r, t] = <q[r], R_p(row[t])>                                             keys before RoPE: rows are rebuilt in their tile
 //     out[r]  = R^T sum_t e^(s - m) scale[t] points[t] / l + mean sum_t e^(s - m) centred[t] / l
 //
-// Each tile of 32 tokens is decoded once for all queries of the head.
+// Spans of tokens are decoded once for all queries of the head.
+#include "columns.hpp"
 #include "decode.hpp"
 #include "problem.hpp"
 #include "products.hpp"
@@ -27,11 +28,6 @@ namespace {
 // Points of keys before RoPE to rows as cached.
 void to_cached(const Problem& p, int head, int token, int count, float* x) {
   const Rows& keys = p.keys;
-  if (keys.signs && keys.odd == 1 && 2 * p.half == keys.dim) {
-    const float* angles = p.angles + int64_t(token) * keys.dim;
-    if (keys.dim == 4 * W) return to_whole_keys<4>(keys, head, p.k_from + token, count, angles, x);
-    if (keys.dim == 8 * W) return to_whole_keys<8>(keys, head, p.k_from + token, count, angles, x);
-  }
   to_rows(keys, head, p.k_from + token, count, x);
   rope(p, token, count, x);
 }
@@ -62,62 +58,264 @@ void prepare(const Problem& p, int head) {
   }
 }
 
-void attend(const Problem& p, int head, int chunk, float* weights) {
-  alignas(64) float x[TILE * MAX_DIM];
-  const int R = p.padded_rows, stop = (chunk + 1) * p.chunk < p.count ? (chunk + 1) * p.chunk : p.count;
-  const float* q = p.turned + int64_t(head) * R * p.dim;
-  const float* by_mean = p.by_mean + int64_t(head) * R;
-  float* sums = p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v;
-  float* most = p.states + (int64_t(head) * p.chunks + chunk) * 3 * R;
-  float *total = most + R, *with_mean = most + 2 * R;
-  memset(sums, 0, sizeof(float) * R * p.dim_v);
-  int lowest = p.count, highest = 0;
-  for (int r = 0; r < R; r++) {
-    most[r] = -INF, total[r] = with_mean[r] = 0;
-    if (r < p.rows && p.first[r] < lowest) lowest = p.first[r];
-    if (r < p.rows && p.stop[r] > highest) highest = p.stop[r];
+// Whether tokens can be in the lanes: codes whose rotation, where rows must be rebuilt, is sums and differences in registers.
+bool keys_in_lanes(const Problem& p) {
+  const Rows& keys = p.keys;
+  if (keys.type != Type::CODES) return false;
+  return !p.angles || !keys.signs || (keys.odd == 1 && keys.dim >= POINTS && keys.dim <= 256);
+}
+bool values_in_lanes(const Rows& values) {
+  return values.type == Type::CODES && (!values.step || (values.by_token && values.group % 16 == 0));
+}
+
+// Where a span's numbers are: scores have rows of `row` floats, words and what is by token rows of `wide`.
+struct Span {
+  int head, token, count, row;
+  int64_t wide;
+  Ahead ahead;
+};
+
+// The codes of a head's rows from a token on, in pieces of which `pieces` make the span.
+Ahead ahead_of(const Rows& rows, int head, int from, int count, int pieces) {
+  if (rows.type != Type::CODES || count <= 0) return {};
+  const Stage& stage = rows.stage[0];
+  const uint8_t* at = stage.codes + head * stage.head + from * stage.row;
+  return {at, at + count * stage.row, (count * stage.row / pieces + 63) / 64 * 64};
+}
+
+// scores[r][t] of codes as cached, straight from their words.
+void score_codes(const Problem& p, Span& span, const Turned* words, float* scratch, float* scores) {
+  const Rows& keys = p.keys;
+  const int R = p.padded_rows, from = p.k_from + span.token, dim = keys.dim;
+  const float* q = p.turned + int64_t(span.head) * R * p.dim;
+  float *base = scratch, *own = base + padded(R);
+  for (int r = 0; r < R; r++) base[r] = 0;
+  if (!keys.step) {
+    for (int s = 0; s < keys.stages; s++)
+      dots_with_codes(keys.stage[s], words[s], dim, {q, p.dim}, R, base, s > 0, padded(span.count), scores, span.row, span.ahead);
+    return;
   }
-  const Rows &keys = p.keys, &values = p.values;
-  const int RB = R < 4 ? R : 4;
-  for (int token = chunk * p.chunk; token < stop; token += TILE) {
-    if (token + TILE <= lowest || token >= highest) continue;
-    const int count = stop - token < TILE ? stop - token : TILE;
-    points(keys, head, p.k_from + token, count, x);
+  // A group's step is the query's, its zero a number; what is written behind a group's tokens is the next one's to overwrite.
+  const int64_t groups = (keys.count + keys.group - 1) / keys.group;
+  alignas(64) float step[MAX_DIM], zero[MAX_DIM];
+  for (int t = 0; t < span.count;) {
+    const int group = (from + t) / keys.group, next = (group + 1) * keys.group - from, stop = next < span.count ? next : span.count;
+    widen(keys.step + (span.head * groups + group) * dim, dim, step);
+    widen(keys.zero + (span.head * groups + group) * dim, dim, zero);
+    for (int i = dim; i < p.dim; i++) step[i] = zero[i] = 0;
+    for (int r = 0; r < R; r++) {
+      V by_zero{};
+      for (int i = 0; i < p.dim; i += W) {
+        V x = load(q + r * p.dim + i);
+        store(own + r * p.dim + i, x * load(step + i));
+        by_zero += x * load(zero + i);
+      }
+      base[r] = 0;
+      for (int i = 0; i < W; i++) base[r] += by_zero[i];
+    }
+    const Turned here{words[0].at + t, words[0].row};
+    dots_with_codes(keys.stage[0], here, dim, {own, p.dim}, R, base, false, stop - t, scores + t, span.row, span.ahead);
+    t = stop;
+  }
+}
+
+// scores[r][t] of codes that must be rebuilt, a tile of tokens at a time.
+void score_tiles(
+    const Problem& p, Span& span, const Turned* words, Turned angles, const float* scale, const float* centred, float* scores) {
+  alignas(64) float y[TILE * MAX_DIM];
+  alignas(64) const float none[TILE] = {};
+  const int R = p.padded_rows, from = p.k_from + span.token;
+  const float* q = p.turned + int64_t(span.head) * R * p.dim;
+  const float zero[4] = {};
+  const bool whole = p.angles && p.rope_first == 0 && 2 * p.half == p.keys.dim && p.keys.dim > POINTS;
+  if (whole && p.keys.signs && R <= 4) {
+    with_rows(R, [&](auto block, int) {
+      for (int t = 0; t < span.count; t += W) {
+        const Asked to{reinterpret_cast<const float*>(angles.at) + t, angles.row, q, p.dim, scores + t, span.row};
+        rotated_rows<decltype(block)::value>(p.keys, span.head, words, t, scale, centred, nullptr, to);
+        span.ahead.next();
+      }
+    });
+    return;
+  }
+  for (int t = 0; t < span.count; t += TILE) {
+    tile_rows(p.keys, span.head, words, from, t, span.count - t < TILE ? span.count - t : TILE, scale, centred, y);
+    if (p.angles) rope_entries(p, angles, t, y);
+    span.ahead.next();
+    with_rows(R, [&](auto block, int r) {
+      constexpr int RB = decltype(block)::value;
+      sums_of<RB>(q + r * p.dim, p.dim, 1, zero, {none, 0}, {y, TILE}, p.keys.dim, TILE, scores + r * span.row + t, span.row);
+    });
+  }
+}
+
+// scores[r][t] of rows of floats, or of codes that are rebuilt row by row.
+void score_rows(const Problem& p, Span& span, float* scores) {
+  alignas(64) float x[TILE * MAX_DIM];
+  const int R = p.padded_rows;
+  for (int t = 0; t < span.count; t += TILE) {
+    const int count = span.count - t < TILE ? span.count - t : TILE, token = span.token + t;
+    points(p.keys, span.head, p.k_from + token, count, x);
     for (int i = count * p.dim; i < TILE * p.dim; i++) x[i] = 0;
-    if (p.angles) to_cached(p, head, token, count, x);
-    dots({q, p.dim}, R, {x, p.dim}, p.dim, TILE, weights, TILE);
-    if (keys.scale && !p.angles) {
-      const uint16_t* stored = keys.scale + int64_t(head) * keys.count + p.k_from + token;
-      float scale[TILE] = {}, centred[TILE] = {};
-      for (int t = 0; t < count; t++) scale[t] = bfloat(stored[t] & 0x7fff), centred[t] = stored[t] < 0x8000;
+    if (p.angles) to_cached(p, span.head, token, count, x);
+    dots({p.turned + int64_t(span.head) * R * p.dim, p.dim}, R, {x, p.dim}, p.dim, padded(count), scores + t, span.row);
+  }
+}
+
+void score(const Problem& p, Span& span, Turned angles, float* scratch, float* scores) {
+  const Rows& keys = p.keys;
+  const int from = p.k_from + span.token, width = padded(span.count);
+  float *scale = scratch, *centred = scale + span.wide, *rest = centred + span.wide;
+  if (keys.scale) scales_of(keys, span.head, from, span.count, scale, centred);
+  if (keys_in_lanes(p)) {
+    Turned words[2];
+    for (int s = 0; s < keys.stages; s++) {
+      words[s] = turned(keys.stage[s], span.head, keys.dim, from, span.count, reinterpret_cast<uint32_t*>(rest), span.wide);
+      rest += words_of(keys.stage[s], keys.dim) * span.wide;
+    }
+    if (p.angles || (keys.step && keys.by_token))
+      score_tiles(p, span, words, angles, scale, centred, scores);
+    else
+      score_codes(p, span, words, rest, scores);
+  } else {
+    score_rows(p, span, scores);
+  }
+  if (!keys.scale || p.angles) return;
+  const float* by_mean = p.by_mean + int64_t(span.head) * p.padded_rows;
+  for (int r = 0; r < p.padded_rows; r++)
+    for (int t = 0; t < width; t += W) {
+      float* s = scores + r * span.row + t;
+      store(s, load(s) * load(scale + t) + load(centred + t) * by_mean[r]);
+    }
+}
+
+// sums = fade sums + weights times values; of values with a scale the weights have it already.
+void add_rows(const Problem& p, Span& span, const float* weights, const float* fade, float* sums) {
+  alignas(64) float x[TILE * MAX_DIM];
+  float one[4] = {1, 1, 1, 1};
+  for (int t = 0; t < span.count; t += TILE) {
+    const int count = span.count - t < TILE ? span.count - t : TILE;
+    points(p.values, span.head, p.v_from + span.token + t, count, x);
+    with_rows(p.padded_rows, [&](auto block, int r) {
+      constexpr int RB = decltype(block)::value;
+      float* to = sums + r * p.dim_v;
+      sums_of<RB>(weights + r * span.row + t, span.row, 1, t ? one : fade + r, {to, p.dim_v}, {x, p.dim_v}, count, p.dim_v, to, p.dim_v);
+    });
+  }
+}
+
+void add_codes(const Problem& p, Span& span, const float* weights, const float* fade, float* scratch, float* sums) {
+  const Rows& values = p.values;
+  const int R = p.padded_rows, dim = values.dim, from = p.v_from + span.token, width = padded(span.count);
+  Matrix own{weights, span.row};
+  int group = dim;
+  float* extra = nullptr;
+  if (values.step) {
+    // A step is its token's weight, a zero a number: two in each word of the turned rows.
+    group = values.group;
+    const int groups = (dim + group - 1) / group, bytes = 2 * groups;
+    auto* words = reinterpret_cast<uint32_t*>(scratch);
+    auto turn = [&](const uint16_t* side) {
+      auto bytes_of = [&](int64_t row) { return reinterpret_cast<const uint8_t*>(side + row * groups); };
+      const int64_t rows = int64_t(values.heads) * values.count;
+      turn_rows(bytes_of(int64_t(span.head) * values.count + from), bytes_of(rows), bytes, bytes, span.count, words, span.wide);
+    };
+    auto half_of = [&](int g, int t) {
+      const Words both = load_words(words + g / 2 * span.wide + t);
+      return (V)(g % 2 ? both & 0xffff0000u : both << 16u);
+    };
+    extra = scratch + (groups + 1) / 2 * span.wide;
+    float* scaled = extra + padded(groups * R);
+    turn(values.zero);
+    for (int g = 0; g < groups; g++)
+      for (int r = 0; r < R; r++) {
+        V sum{};
+        for (int t = 0; t < width; t += W) sum += load(weights + r * span.row + t) * half_of(g, t);
+        extra[g * R + r] = 0;
+        for (int i = 0; i < W; i++) extra[g * R + r] += sum[i];
+      }
+    turn(values.step);
+    for (int g = 0; g < groups; g++)
       for (int r = 0; r < R; r++)
-        for (int t = 0; t < TILE; t += W) {
-          float* s = weights + r * TILE + t;
-          store(s, load(s) * load(scale + t) + load(centred + t) * by_mean[r]);
-        }
+        for (int t = 0; t < width; t += W) store(scaled + (g * R + r) * span.row + t, load(weights + r * span.row + t) * half_of(g, t));
+    own.at = scaled, scratch = scaled + int64_t(groups) * R * span.row;
+  }
+  for (int s = 0; s < values.stages; s++) {
+    const Turned words = turned(values.stage[s], span.head, dim, from, span.count, reinterpret_cast<uint32_t*>(scratch), span.wide);
+    const float* faded = s ? nullptr : fade;
+    sums_with_codes(values.stage[s], words, dim, own, R, group, int64_t(R) * span.row, extra, width, faded, sums, p.dim_v, span.ahead);
+  }
+}
+
+int64_t most_words(const Rows& rows) {
+  int64_t words = 0;
+  for (int s = 0; s < rows.stages; s++) words += words_of(rows.stage[s], rows.dim);
+  return words;
+}
+
+size_t attend_scratch(const Problem& p) {
+  const int R = p.padded_rows, row = p.span + BEYOND, groups = p.values.step ? (p.values.dim + p.values.group - 1) / p.values.group : 0;
+  const int64_t wide = p.span + 2 * BEYOND;
+  const int64_t keys = (most_words(p.keys) + 2) * wide + padded(R) + int64_t(R) * p.dim;
+  const int64_t values = (most_words(p.values) + 2 + groups) * wide + padded(groups * R) + int64_t(groups) * R * row;
+  return size_t(R) * (row + 1) + 16 + 2 * p.half * wide + (keys > values ? keys : values);
+}
+
+// Heads first to last of a chunk of tokens: they share its angles.
+void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
+  const int R = p.padded_rows, begin = chunk * p.chunk, end = begin + p.chunk < p.count ? begin + p.chunk : p.count;
+  Span span{0, 0, 0, p.span + BEYOND, p.span + 2 * BEYOND, {}};
+  float *weights = scratch, *fade = weights + R * span.row, *turns = fade + padded(R), *rest = turns + 2 * p.half * span.wide;
+  int lowest = p.count, highest = 0;
+  for (int r = 0; r < p.rows; r++) {
+    if (p.first[r] < lowest) lowest = p.first[r];
+    if (p.stop[r] > highest) highest = p.stop[r];
+  }
+  for (int head = first; head < last; head++) {
+    float* most = p.states + (int64_t(head) * p.chunks + chunk) * 3 * R;
+    for (int r = 0; r < R; r++) most[r] = -INF, most[R + r] = most[2 * R + r] = 0;
+    memset(p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v, 0, sizeof(float) * R * p.dim_v);
+  }
+  const Rows& values = p.values;
+  const bool rebuilt = p.angles && keys_in_lanes(p);
+  for (span.token = begin; span.token < end; span.token += p.span) {
+    if (span.token + p.span <= lowest || span.token >= highest) continue;
+    span.count = end - span.token < p.span ? end - span.token : p.span;
+    const int width = padded(span.count), bytes = 8 * p.half;
+    if (rebuilt) {
+      auto bytes_of = [&](int64_t token) { return reinterpret_cast<const uint8_t*>(p.angles + token * 2 * p.half); };
+      turn_rows(bytes_of(span.token), bytes_of(p.count), bytes, bytes, span.count, reinterpret_cast<uint32_t*>(turns), span.wide);
     }
-    points(values, head, p.v_from + token, count, x);
-    float fade[4], scale[TILE] = {}, centred[TILE] = {};
-    if (values.scale) {
-      const uint16_t* stored = values.scale + int64_t(head) * values.count + p.v_from + token;
-      for (int t = 0; t < count; t++) scale[t] = bfloat(stored[t] & 0x7fff), centred[t] = stored[t] < 0x8000;
-    }
-    for (int r = 0; r < R; r += RB) {
-      for (int i = 0; i < RB; i++) {
-        float* w = weights + (r + i) * TILE;
-        fade[i] = softmax(p, r + i, token, count, TILE, w, most[r + i], total[r + i]);
+    for (span.head = first; span.head < last; span.head++) {
+      const int head = span.head;
+      float* sums = p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v;
+      float* most = p.states + (int64_t(head) * p.chunks + chunk) * 3 * R;
+      float *total = most + R, *with_mean = most + 2 * R, *scale = rest, *centred = scale + span.wide;
+      span.ahead = ahead_of(values, head, p.v_from + span.token, span.count, span.count / 64 + 1);
+      score(p, span, {reinterpret_cast<uint32_t*>(turns), span.wide}, rest, weights);
+      if (values.scale) scales_of(values, head, p.v_from + span.token, span.count, scale, centred);
+      for (int r = 0; r < R; r++) {
+        float* w = weights + r * span.row;
+        fade[r] = softmax(p, r, span.token, span.count, width, w, most[r], total[r]);
         if (!values.scale) continue;
         V with{};
-        for (int t = 0; t < TILE; t += W) {
+        for (int t = 0; t < width; t += W) {
           V weight = load(w + t);
           with += weight * load(centred + t);
           store(w + t, weight * load(scale + t));
         }
         float added = 0;
-        for (int j = 0; j < W; j++) added += with[j];
-        with_mean[r + i] = with_mean[r + i] * fade[i] + added;
+        for (int i = 0; i < W; i++) added += with[i];
+        with_mean[r] = with_mean[r] * fade[r] + added;
       }
-      add_sums({weights + r * TILE, TILE}, RB, fade, {x, p.dim_v}, count, p.dim_v, sums + r * p.dim_v, p.dim_v);
+      // What comes next are the keys of the next head, or of the next tokens.
+      const bool more = head + 1 < last;
+      const int token = more ? span.token : span.token + p.span, left = p.count - token;
+      span.ahead = ahead_of(p.keys, more ? head + 1 : first, p.k_from + token, left < p.span ? left : p.span, values.dim / 4);
+      if (values_in_lanes(values))
+        add_codes(p, span, weights, fade, rest, sums);
+      else
+        add_rows(p, span, weights, fade, sums);
     }
   }
 }
@@ -174,8 +372,8 @@ void decode(const Rows& rows, int head, int from, int count, float* out) {
 #define KVTOOL_ENCODER(x) KVTOOL_ENCODER_(x)
 extern const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL);
 const Level KVTOOL_LEVEL = {
-    KVTOOL_NAME(KVTOOL_LEVEL), &KVTOOL_ENCODER(KVTOOL_LEVEL), KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend, KVTOOL_INSIDE::finish,
-    KVTOOL_INSIDE::decode, KVTOOL_INSIDE::attend_components_scratch, KVTOOL_INSIDE::attend_components, KVTOOL_INSIDE::add_predicted,
-    KVTOOL_INSIDE::decode_as, KVTOOL_INSIDE::turn};
+    KVTOOL_NAME(KVTOOL_LEVEL), &KVTOOL_ENCODER(KVTOOL_LEVEL), KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend_scratch, KVTOOL_INSIDE::attend,
+    KVTOOL_INSIDE::finish, KVTOOL_INSIDE::decode, KVTOOL_INSIDE::attend_components_scratch, KVTOOL_INSIDE::attend_components,
+    KVTOOL_INSIDE::add_predicted, KVTOOL_INSIDE::decode_as, KVTOOL_INSIDE::turn};
 
 }  // namespace kvtool

@@ -10,6 +10,8 @@ namespace kvtool {
 namespace KVTOOL_INSIDE {
 namespace {
 
+typedef uint32_t Words __attribute__((vector_size(4 * W)));
+
 constexpr int SLACK = 16;  // bytes that a vector of codes may read beyond its own
 
 #if defined(__AVX2__)
@@ -39,7 +41,8 @@ inline V numbers(Codes at, int bits) { return (V)_mm512_cvtepi32_ps(_mm512_and_s
 typedef __m256i Codes;
 inline Codes spread(const uint8_t* codes, const Pattern& to) {
   const __m256i both = _mm256_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)codes));
-  return _mm256_srlv_epi32(_mm256_shuffle_epi8(both, _mm256_load_si256((const __m256i*)to.bytes)), _mm256_load_si256((const __m256i*)to.shifts));
+  const __m256i bytes = _mm256_load_si256((const __m256i*)to.bytes), shifts = _mm256_load_si256((const __m256i*)to.shifts);
+  return _mm256_srlv_epi32(_mm256_shuffle_epi8(both, bytes), shifts);
 }
 inline V numbers(Codes at, int bits) { return (V)_mm256_cvtepi32_ps(_mm256_and_si256(at, _mm256_set1_epi32((1 << bits) - 1))); }
 #endif
@@ -66,7 +69,15 @@ struct Lookup {
     }
 #endif
     const Codes at = spread(codes, PATTERN);
-    if constexpr (!TABLE) return numbers(at, BITS);
+    if constexpr (!TABLE)
+      return numbers(at, BITS);
+    else
+      return of((Words)at);
+  }
+
+  // The values of codes in the lowest bits of each lane, whatever is above.
+  V of(Words words) const {
+    const Codes at = (Codes)words;
 #if defined(__AVX512F__)
     if constexpr (BITS <= 4) return (V)_mm512_permutexvar_ps(at, (__m512)table[0]);
     // Two registers by five bits, then halves by each bit above.
@@ -121,9 +132,16 @@ struct Lookup {
   template <bool TABLE>
   V vector(const uint8_t* codes, int i) const {
     const int phase = BITS % 2 ? i % 2 : 0;
-    uint32x4_t at = vreinterpretq_u32_u8(vqtbl1q_u8(vld1q_u8(codes + i * W * BITS / 8), bytes[phase]));
-    at = vandq_u32(vshlq_u32(at, shifts[phase]), vdupq_n_u32((1 << BITS) - 1));
-    if constexpr (!TABLE) return (V)vcvtq_f32_u32(at);
+    const uint32x4_t both = vreinterpretq_u32_u8(vqtbl1q_u8(vld1q_u8(codes + i * W * BITS / 8), bytes[phase]));
+    const uint32x4_t at = vshlq_u32(both, shifts[phase]);
+    if constexpr (!TABLE)
+      return (V)vcvtq_f32_u32(vandq_u32(at, vdupq_n_u32((1 << BITS) - 1)));
+    else
+      return of((Words)at);
+  }
+
+  V of(Words words) const {
+    const uint32x4_t at = vandq_u32((uint32x4_t)words, vdupq_n_u32((1 << BITS) - 1));
     if constexpr (BITS > 5) return V{values[at[0]], values[at[1]], values[at[2]], values[at[3]]};
     const uint8x16_t of = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100), at, 0x04040404));
     uint8x16_t x;
@@ -154,6 +172,12 @@ struct Lookup {
       int code = word >> (j * BITS) & ((1 << BITS) - 1);
       out[j] = TABLE ? values[code] : float(code);
     }
+    return out;
+  }
+
+  V of(Words words) const {
+    V out;
+    for (int j = 0; j < W; j++) out[j] = values[words[j] & ((1 << BITS) - 1)];
     return out;
   }
 };

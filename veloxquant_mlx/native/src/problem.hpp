@@ -23,7 +23,7 @@ struct Stage {
   const float* table;  // 2^bits values, repeated to at least 16; nullptr: the code itself
 };
 
-// Components that each have a number of bits of their own, in blocks of 32 tokens: in a block one after another, those of a head side by side.
+// Components that each have a number of bits of their own, in blocks of 32 tokens: in a block one after another, head by head.
 struct Components {
   const uint8_t* codes;  // (blocks, bytes)
   const uint8_t* end;    // of the memory that may be read
@@ -75,7 +75,7 @@ struct Problem {
   float* by_mean;     // (H, padded_rows)
   float* sums;        // (H, chunks, padded_rows, dim_v)
   float* states;      // (H, chunks, 3, padded_rows): maximum, sum, sum over rows with the mean
-  int span;           // of values with a mix: tokens taken together, a multiple of 32
+  int span;           // tokens taken together, a multiple of 32
   float* shared;      // (chunks, H, R, components of the keys, padded)
   float* out;         // (H, R, D_v)
   float* lse;         // (H, R)
@@ -125,7 +125,8 @@ struct Level {
   const char* name;
   const Encoder* encoder;
   void (*prepare)(const Problem&, int head);
-  void (*attend)(const Problem&, int head, int chunk, float* scratch);  // scratch: padded_rows TILE
+  size_t (*attend_scratch)(const Problem&);  // floats
+  void (*attend)(const Problem&, int first, int last, int chunk, float* scratch);  // heads first to last
   void (*finish)(const Problem&, int head);
   void (*decode)(const Rows&, int head, int from, int count, float* out);  // rows before RoPE, (count, D)
   // Of values with a mix: in place of `attend`, and after `finish`.

@@ -66,7 +66,8 @@ inline void add_dots(Matrix a, int rows, Matrix b, int size, int count, const fl
 
 // out[r] = fade[r] from[r] + sum over t of weights[r, t] x[t]: DB vectors of RB rows, from entry d on.
 template <int RB, int DB>
-void some_sums(const float* weights, int64_t wr, int64_t wt, const float* fade, Matrix from, Matrix x, int count, int d, float* out, int64_t row) {
+void some_sums(
+    const float* weights, int64_t wr, int64_t wt, const float* fade, Matrix from, Matrix x, int count, int d, float* out, int64_t row) {
   V sum[RB][DB];
   for (int r = 0; r < RB; r++)
     for (int i = 0; i < DB; i++) sum[r][i] = V{};
@@ -91,10 +92,12 @@ constexpr int at_once() {
 
 // All `size` entries (a multiple of 16) of RB rows.
 template <int RB>
-void sums_of(const float* weights, int64_t wr, int64_t wt, const float* fade, Matrix from, Matrix x, int count, int size, float* out, int64_t row) {
+void sums_of(
+    const float* weights, int64_t wr, int64_t wt, const float* fade, Matrix from, Matrix x, int count, int size, float* out, int64_t row) {
   constexpr int DB = at_once<RB>();
   int d = 0;
   for (; d + DB * W <= size; d += DB * W) some_sums<RB, DB>(weights, wr, wt, fade, from, x, count, d, out, row);
+  for (; d + 2 * W <= size; d += 2 * W) some_sums<RB, 2>(weights, wr, wt, fade, from, x, count, d, out, row);
   for (; d < size; d += W) some_sums<RB, 1>(weights, wr, wt, fade, from, x, count, d, out, row);
 }
 
@@ -108,8 +111,8 @@ inline void add_sums(Matrix weights, int rows, const float* fade, Matrix x, int 
   }
 }
 
-// Scores of `width` tokens (a multiple of 16), of which `count` are there, to weights, in place; hidden tokens get none. Returns the factor of
-// what was summed before.
+// Scores of `width` tokens (a multiple of 16), of which `count` are there, to weights, in place; hidden tokens get none. Returns the factor
+// of what was summed before.
 inline float softmax(const Problem& p, int row, int token, int count, int width, float* scores, float& most, float& total) {
   const int first = row < p.rows ? p.first[row] - token : 0, stop = row < p.rows ? p.stop[row] - token : 0;
   if (first > 0 || stop < width || count < width)

@@ -34,7 +34,7 @@ typedef float VU __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 inline V load(const float* at) { return *reinterpret_cast<const VU*>(at); }
 inline void store(float* at, V x) { *reinterpret_cast<VU*>(at) = x; }
-inline V all(float x) { return V{} + x; }
+inline V all(float x) { return x - V{}; }  // 0 + x would be an addition: it is not -0 where x is
 inline int padded(int size) { return (size + 15) / 16 * 16; }  // to whole vectors of every level
 
 // Cosines of a row's angles; the sines follow.

@@ -152,7 +152,8 @@ class Stored {
     return to;
   }
 
-  void set(Components& to, Owned& own, const char* name, const Bytes& codes, const Bounds& first, const Words<1>& bits, const F32<1>& points) {
+  void set(
+      Components& to, Owned& own, const char* name, const Bytes& codes, const Bounds& first, const Words<1>& bits, const F32<1>& points) {
     check("first", first, {rows.heads + 1});
     const int* firsts = first.data();
     const int count = firsts[rows.heads];
@@ -173,7 +174,8 @@ class Stored {
     check(name, codes, {1, (rows.count + TOGETHER - 1) / TOGETHER, place});
     if (codes.size() && (codes.stride(2) != 1 || codes.stride(1) != place)) refuse(name, "contiguous", "strides");
     own.codes = codes, own.first.assign(firsts, firsts + rows.heads + 1);
-    to = {codes.data(), codes.data() + codes.size(), place, own.first.data(), own.place.data(), own.bits.data(), own.table.data(), own.points.data()};
+    const uint8_t* at = codes.data();
+    to = {at, at + codes.size(), place, own.first.data(), own.place.data(), own.bits.data(), own.table.data(), own.points.data()};
   }
 };
 

@@ -6,15 +6,23 @@ namespace kvtool {
 namespace KVTOOL_INSIDE {
 namespace {
 
+// Sylvester's matrix of size N times N vectors. A template for each step, for a loop of loops would not stay in registers.
+template <int N, int STEP = 1>
+inline __attribute__((always_inline)) void combine(V* v) {
+  if constexpr (STEP < N) {
+    for (int i = 0; i < N; i++)
+      if (!(i & STEP)) {
+        V a = v[i], b = v[i + STEP];
+        v[i] = a + b, v[i + STEP] = a - b;
+      }
+    combine<N, 2 * STEP>(v);
+  }
+}
+
 template <int VECTORS>
 inline void butterflies(const float* x, V* v) {
   for (int i = 0; i < VECTORS; i++) v[i] = hadamard(load(x + W * i));
-  for (int step = 1; step < VECTORS; step *= 2)
-    for (int i = 0; i < VECTORS; i++)
-      if (!(i & step)) {
-        V a = v[i], b = v[i + step];
-        v[i] = a + b, v[i + step] = a - b;
-      }
+  combine<VECTORS>(v);
 }
 
 template <int VECTORS>

@@ -1,0 +1,360 @@
+// Attention to coded rows with the tokens in the lanes: the words of codes are turned once, and a code is then a shift and a look-up.
+//
+// The scores of a span of tokens, and the weighted sums of its values, take codes straight from the turned words. Keys that are rotated, or
+// have a step for each token, are rebuilt entry by entry. Sylvester's matrix, which undoes a randomised rotation, is sums and differences of
+// whole vectors then, and its last stages, RoPE and the scores are one pass in registers.
+#pragma once
+#include "lookup.hpp"
+#include "problem.hpp"
+#include "products.hpp"
+#include "simd.hpp"
+#include "sylvester.hpp"
+#include "words.hpp"
+
+namespace kvtool {
+namespace KVTOOL_INSIDE {
+namespace {
+
+constexpr int BEYOND = 32;  // tokens behind a span that may be written to
+constexpr int POINTS = 16;  // entries of a row that are transformed in registers
+
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
+template <class F>
+void with_bits(int bits, F f) {
+  switch (bits) {
+    case 1: return f(Number<1>());
+    case 2: return f(Number<2>());
+    case 3: return f(Number<3>());
+    case 4: return f(Number<4>());
+    case 5: return f(Number<5>());
+    case 6: return f(Number<6>());
+    case 7: return f(Number<7>());
+    default: return f(Number<8>());
+  }
+}
+
+// f(Number<RB>, r) for blocks of 4, 2 or 1 of R queries.
+template <class F>
+void with_rows(int rows, F f) {
+  const int step = rows < 4 ? rows : 4;
+  for (int r = 0; r < rows; r += step) {
+    if (step == 4) f(Number<4>(), r);
+    if (step == 2) f(Number<2>(), r);
+    if (step == 1) f(Number<1>(), r);
+  }
+}
+
+// Turned words of a stage's codes.
+struct Turned {
+  const uint32_t* at;
+  int64_t row;
+};
+
+// The codes from `bit` on of W tokens in the lowest bits of their lanes, whatever is above.
+template <int BITS>
+Words codes_at(Turned words, int bit) {
+  const uint32_t* at = words.at + bit / 32 * words.row;
+  Words code = load_words(at) >> uint32_t(bit % 32);
+  if (32 % BITS != 0 && bit % 32 + BITS > 32) code |= load_words(at + words.row) << uint32_t(32 - bit % 32);
+  return code;
+}
+
+template <int BITS>
+V points_of(const Lookup<BITS>& lookup, Words codes) {
+  if (lookup.values) return lookup.of(codes);
+  return __builtin_convertvector((VI)(codes & ((1u << BITS) - 1)), V);
+}
+
+// scores[r] = base[r] + <q[r], points> (+ scores[r]) of NB W tokens.
+template <int BITS, int RB, int NB>
+void dots_with(const Lookup<BITS>& lookup, Turned words, int dim, Matrix q, const float* base, bool add, float* scores, int64_t row) {
+  V sum[RB][NB];
+  for (int r = 0; r < RB; r++)
+    for (int n = 0; n < NB; n++) sum[r][n] = V{};
+  auto step = [&](int d, const Words* codes) {
+    V x[NB];
+    for (int n = 0; n < NB; n++) x[n] = points_of<BITS>(lookup, codes[n]);
+    for (int r = 0; r < RB; r++) {
+      V weight = all(q.at[r * q.row + d]);
+      for (int n = 0; n < NB; n++) sum[r][n] += weight * x[n];
+    }
+  };
+  Words codes[NB];
+  if constexpr (32 % BITS == 0) {
+    for (int d = 0; d < dim; words.at += words.row) {
+      const int stop = d + 32 / BITS < dim ? d + 32 / BITS : dim;
+      for (int n = 0; n < NB; n++) codes[n] = load_words(words.at + n * W);
+      for (; d < stop; d++) {
+        step(d, codes);
+        for (int n = 0; n < NB; n++) codes[n] >>= uint32_t(BITS);
+      }
+    }
+  } else {
+    for (int d = 0; d < dim; d++) {
+      for (int n = 0; n < NB; n++) codes[n] = codes_at<BITS>({words.at + n * W, words.row}, d * BITS);
+      step(d, codes);
+    }
+  }
+  for (int r = 0; r < RB; r++)
+    for (int n = 0; n < NB; n++) {
+      float* to = scores + r * row + n * W;
+      V x = sum[r][n] + base[r];
+      store(to, add ? x + load(to) : x);
+    }
+}
+
+// Of R queries and `width` tokens, or some more.
+void dots_with_codes(
+    const Stage& stage, Turned words, int dim, Matrix q, int rows, const float* base, bool add, int width, float* scores, int64_t row,
+    Ahead& ahead) {
+  constexpr int NB = W == 8 ? 2 : 4;
+  with_bits(stage.bits, [&](auto bits) {
+    constexpr int BITS = decltype(bits)::value;
+    const Lookup<BITS> lookup(stage.table);
+    with_rows(rows, [&](auto block, int r) {
+      constexpr int RB = decltype(block)::value;
+      const Matrix own{q.at + r * q.row, q.row};
+      int t = 0;
+      for (; t + NB * W <= width; t += NB * W, ahead.next())
+        dots_with<BITS, RB, NB>(lookup, {words.at + t, words.row}, dim, own, base + r, add, scores + r * row + t, row);
+      for (; t < width; t += W)
+        dots_with<BITS, RB, 1>(lookup, {words.at + t, words.row}, dim, own, base + r, add, scores + r * row + t, row);
+    });
+  });
+}
+
+// sums[r][d] = fade[r] sums[r][d] + extra[r] + sum over tokens of weights[r] points[d], for W / RB entries from d on.
+template <int BITS, int RB>
+void sums_with(
+    const Lookup<BITS>& lookup, Turned words, int d, int dim, Matrix weights, int width, const float* fade, const float* extra, float* sums,
+    int64_t row) {
+  constexpr int CB = W / RB;
+  V sum[W];
+  for (int i = 0; i < W; i++) sum[i] = V{};
+  auto step = [&](int t, int j, Words codes) {
+    V x = points_of<BITS>(lookup, codes);
+    for (int r = 0; r < RB; r++) sum[r * CB + j] += load(weights.at + r * weights.row + t) * x;
+  };
+  if constexpr (32 % (CB * BITS) == 0) {
+    const int bit = d * BITS;
+    for (int t = 0; t < width; t += W) {
+      Words codes = load_words(words.at + bit / 32 * words.row + t) >> uint32_t(bit % 32);
+      for (int j = 0; j < CB; j++, codes >>= uint32_t(BITS)) step(t, j, codes);
+    }
+  } else {
+    for (int t = 0; t < width; t += W)
+      for (int j = 0; j < CB; j++) step(t, j, codes_at<BITS>({words.at + t, words.row}, (d + j < dim ? d + j : dim - 1) * BITS));
+  }
+  float together[W];
+  // Beside `sums`, whose result has the lanes in the order of the accumulators.
+  store(together, KVTOOL_INSIDE::sums(sum));
+  for (int r = 0; r < RB; r++)
+    for (int j = 0; j < CB; j++) {
+      float* to = sums + r * row + d + j;
+      *to = *to * (fade ? fade[r] : 1) + (together[r * CB + j] + (extra ? extra[r] : 0));
+    }
+}
+
+// `weights` of the first `group` entries, then, `step` further, of the next; `extra` of each group and query, or none; no fade is 1.
+void sums_with_codes(
+    const Stage& stage, Turned words, int dim, Matrix weights, int rows, int group, int64_t step, const float* extra, int width,
+    const float* fade, float* sums, int64_t row, Ahead& ahead) {
+  with_bits(stage.bits, [&](auto bits) {
+    constexpr int BITS = decltype(bits)::value;
+    const Lookup<BITS> lookup(stage.table);
+    with_rows(rows, [&](auto block, int r) {
+      constexpr int RB = decltype(block)::value;
+      for (int d = 0; d < dim; d += W / RB) {
+        const int g = d / group;
+        const Matrix own{weights.at + g * step + r * weights.row, weights.row};
+        const float *faded = fade ? fade + r : nullptr, *more = extra ? extra + g * rows + r : nullptr;
+        sums_with<BITS, RB>(lookup, words, d, dim, own, width, faded, more, sums + r * row, row);
+        ahead.next();
+      }
+    });
+  });
+}
+
+int64_t words_of(const Stage& stage, int dim) { return (int64_t(dim) * stage.bits + 31) / 32; }
+
+// The words of a stage's codes, tokens `from` to from + count, in `out`.
+Turned turned(const Stage& stage, int head, int dim, int from, int count, uint32_t* out, int64_t row) {
+  turn_rows(stage.codes + head * stage.head + from * stage.row, stage.end, stage.row, (dim * stage.bits + 7) / 8, count, out, row);
+  return {out, row};
+}
+
+// Points of one tile, entry by entry: y[d][TILE].
+void tile_points(const Rows& rows, const Turned* words, int t, float* y) {
+  for (int s = 0; s < rows.stages; s++)
+    with_bits(rows.stage[s].bits, [&](auto bits) {
+      constexpr int BITS = decltype(bits)::value;
+      const Lookup<BITS> lookup(rows.stage[s].table);
+      for (int d = 0; d < rows.dim; d++)
+        for (int i = 0; i < TILE; i += W) {
+          float* to = y + d * TILE + i;
+          V x = points_of<BITS>(lookup, codes_at<BITS>({words[s].at + t + i, words[s].row}, d * BITS));
+          store(to, s ? load(to) + x : x);
+        }
+    });
+}
+
+// The first of Sylvester's stages, of POINTS entries at a time: x[d][W].
+template <int BITS>
+void first_stages(const Rows& rows, const Turned* words, int t, float* x) {
+  const Lookup<BITS> lookup(rows.stage[0].table);
+  for (int d = 0; d < rows.dim; d += POINTS) {
+    V v[POINTS];
+    const int bit = d * BITS;
+    const Turned own{words[0].at + bit / 32 * words[0].row + t, words[0].row};
+    for (int i = 0; i < POINTS; i++) v[i] = lookup.of(codes_at<BITS>(own, (BITS % 2 ? bit % 32 : 0) + i * BITS));
+    if (rows.stages == 2)
+      with_bits(rows.stage[1].bits, [&](auto bits) {
+        constexpr int SECOND = decltype(bits)::value;
+        const Lookup<SECOND> other(rows.stage[1].table);
+        for (int i = 0; i < POINTS; i++) v[i] += other.of(codes_at<SECOND>({words[1].at + t, words[1].row}, (d + i) * SECOND));
+      });
+    combine<POINTS>(v);
+    for (int i = 0; i < POINTS; i++) store(x + (d + i) * W, v[i]);
+  }
+}
+
+// Rows of W tokens of keys, their rotation, and their scores with RB queries, all in registers; the pairs are the halves of a row.
+struct Asked {
+  const float* cos;  // turned, of these tokens
+  int64_t angle_row;
+  const float* q;
+  int64_t q_row;
+  float* scores;
+  int64_t score_row;
+};
+
+// The rotated entries d and d + half, times the queries, to two sets of sums.
+template <int RB>
+inline void ask_pair(const Asked& to, int d, int half, V a, V b, V* even, V* odd) {
+  const V c = load(to.cos + d * to.angle_row), s = load(to.cos + (half + d) * to.angle_row);
+  const V u = a * c - b * s, v = a * s + b * c;
+  const float* q = to.q + d;
+  for (int r = 0; r < RB; r++) even[r] += u * q[r * to.q_row], odd[r] += v * q[r * to.q_row + half];
+}
+
+// The other stages, of N = D / POINTS, and what makes rows of points: y[d][TILE], or scores of RB queries.
+template <int N, int RB>
+void last_stages(const Rows& rows, int head, const float* x, V scale, V centred, float* y, const Asked& to) {
+  alignas(64) static const float none[MAX_DIM] = {};
+  const float *mean = rows.mean ? rows.mean + int64_t(head) * rows.dim : none, *signs = rows.signs;
+  V even[RB ? RB : 1], odd[RB ? RB : 1];
+  for (V& sum : even) sum = V{};
+  for (V& sum : odd) sum = V{};
+  for (int i = 0; i < POINTS; i++) {
+    V v[N];
+    for (int j = 0; j < N; j++) v[j] = load(x + (i + POINTS * j) * W);
+    combine<N>(v);
+    for (int j = 0; j < N; j++) v[j] = v[j] * (scale * signs[i + POINTS * j]) + centred * mean[i + POINTS * j];
+    if constexpr (RB == 0)
+      for (int j = 0; j < N; j++) store(y + (i + POINTS * j) * TILE, v[j]);
+    else
+      for (int j = 0; j < N / 2; j++) ask_pair<RB>(to, i + POINTS * j, POINTS * N / 2, v[j], v[j + N / 2], even, odd);
+  }
+  for (int r = 0; r < RB; r++) store(to.scores + r * to.score_row, even[r] + odd[r]);
+}
+
+template <int RB>
+void last_stages_of(const Rows& rows, int head, const float* x, V scale, V centred, float* y, const Asked& to) {
+  switch (rows.dim / POINTS) {
+    case 1: return last_stages<1, 0>(rows, head, x, scale, centred, y, to);
+    case 2: return last_stages<2, RB>(rows, head, x, scale, centred, y, to);
+    case 4: return last_stages<4, RB>(rows, head, x, scale, centred, y, to);
+    case 8: return last_stages<8, RB>(rows, head, x, scale, centred, y, to);
+    default: return last_stages<16, RB>(rows, head, x, scale, centred, y, to);
+  }
+}
+
+// Scale and sign of stored scales: 1 where the row has the mean.
+void scales_of(const Rows& rows, int head, int from, int count, float* scale, float* centred) {
+  const uint16_t* stored = rows.scale + int64_t(head) * rows.count + from;
+  int t = 0;
+  for (; t + W <= count; t += W) {
+    V x = load_bfloat(stored + t);
+    VI bits = (VI)x;
+    store(scale + t, (V)(bits & 0x7fffffff));
+    store(centred + t, bits < 0 ? V{} : all(1.0f));
+  }
+  for (; t < count; t++) scale[t] = bfloat(stored[t] & 0x7fff), centred[t] = stored[t] < 0x8000;
+  for (; t < padded(count); t++) scale[t] = centred[t] = 0;
+}
+
+// W rows of a codec that rotates, to y[d][TILE], or, with RB, to scores.
+template <int RB>
+void rotated_rows(
+    const Rows& rows, int head, const Turned* words, int t, const float* scale, const float* centred, float* y, const Asked& to) {
+  alignas(64) float x[256 * W];
+  const float norm = 1 / __builtin_sqrtf(float(rows.dim));
+  with_bits(rows.stage[0].bits, [&](auto bits) { first_stages<decltype(bits)::value>(rows, words, t, x); });
+  last_stages_of<RB>(rows, head, x, load(scale + t) * norm, load(centred + t), y, to);
+}
+
+// Rows of one tile, entry by entry, from turned words: y[d][TILE].
+void tile_rows(
+    const Rows& rows, int head, const Turned* words, int from, int t, int count, const float* scale, const float* centred, float* y) {
+  if (rows.signs) {
+    for (int i = 0; i < count; i += W) rotated_rows<0>(rows, head, words, t + i, scale, centred, y + i, {});
+    return;
+  }
+  tile_points(rows, words, t, y);
+  if (rows.scale)
+    for (int d = 0; d < rows.dim; d++)
+      for (int i = 0; i < TILE; i += W) {
+        V x = load(y + d * TILE + i) * load(scale + t + i);
+        store(y + d * TILE + i, rows.mean ? x + load(centred + t + i) * rows.mean[int64_t(head) * rows.dim + d] : x);
+      }
+  if (!rows.step) return;
+  const int dim = rows.dim;
+  if (rows.by_token) {
+    const int groups = (dim + rows.group - 1) / rows.group;
+    alignas(64) float step[TILE] = {}, zero[TILE] = {};
+    for (int g = 0; g < groups; g++) {
+      for (int i = 0; i < count; i++) {
+        const int64_t at = (int64_t(head) * rows.count + from + t + i) * groups + g;
+        step[i] = bfloat(rows.step[at]), zero[i] = bfloat(rows.zero[at]);
+      }
+      for (int d = g * rows.group; d < dim && d < (g + 1) * rows.group; d++)
+        for (int i = 0; i < TILE; i += W) store(y + d * TILE + i, load(y + d * TILE + i) * load(step + i) + load(zero + i));
+    }
+    return;
+  }
+  const int64_t groups = (rows.count + rows.group - 1) / rows.group;
+  for (int i = 0; i < count;) {
+    const int group = (from + t + i) / rows.group, next = (group + 1) * rows.group - (from + t), stop = next < count ? next : count;
+    const uint16_t *step = rows.step + (head * groups + group) * dim, *zero = rows.zero + (head * groups + group) * dim;
+    if (i == 0 && next >= count) {
+      for (int d = 0; d < dim; d++)
+        for (int j = 0; j < TILE; j += W) store(y + d * TILE + j, load(y + d * TILE + j) * bfloat(step[d]) + bfloat(zero[d]));
+      return;
+    }
+    for (int d = 0; d < dim; d++)
+      for (int j = i; j < stop; j++) y[d * TILE + j] = y[d * TILE + j] * bfloat(step[d]) + bfloat(zero[d]);
+    i = stop;
+  }
+}
+
+// Rotate the pairs of entries of a tile by turned angles of its tokens.
+void rope_entries(const Problem& p, Turned angles, int t, float* y) {
+  const float* table = reinterpret_cast<const float*>(angles.at) + t;
+  for (int j = 0; j < p.half; j++) {
+    float *a = y + (p.rope_first + j) * TILE, *b = a + p.half * TILE;
+    const float *cos = table + j * angles.row, *sin = cos + p.half * angles.row;
+    for (int i = 0; i < TILE; i += W) {
+      V u = load(a + i), v = load(b + i), c = load(cos + i), s = load(sin + i);
+      store(a + i, u * c - v * s);
+      store(b + i, u * s + v * c);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace KVTOOL_INSIDE
+}  // namespace kvtool
