@@ -2,8 +2,9 @@
 //
 // A threadgroup owns RB query rows of one KV head (the heads of a group, so that a loaded byte serves all of them) and one split of the
 // keys they see. Its NSG SIMD-groups take consecutive runs of that split; within a SIMD-group LANES lanes share a key, each with E of its
-// D elements, so that 32 / LANES keys are scored at once. Partial (m, l, o) merge by log-sum-exp: lanes by shuffles, SIMD-groups through
-// `pool`, splits in attend_finish. A softmax weight is 2^(s - m): scores carry a factor log2(e).
+// D elements, so that 32 / LANES keys are scored at once. A lane scores TILE keys before it rescales its sums, at most once for all of
+// them. Partial (m, l, o) merge by log-sum-exp: lanes by shuffles, SIMD-groups through `pool`, splits in attend_finish. A softmax weight
+// is 2^(s - m): scores carry a factor log2(e).
 
 #define ATTEND_UNROLL _Pragma("clang loop unroll(full)")
 
@@ -24,6 +25,11 @@ enum AttendDims {
   ATTEND_START,    // whether `start` is given
   ATTEND_PER_ROW,  // whether q_scale has one entry per query
 };
+
+// Factor that brings a state with maximum m to the maximum `top`; 0 where nothing was seen (never exp2(-inf + inf)).
+METAL_FUNC float attend_factor(float m, float top) {
+  return m == -INFINITY ? 0.0f : metal::precise::exp2(m - top);
+}
 
 // The running softmax of one query row in one lane.
 template <int E>
@@ -49,14 +55,18 @@ struct AttendState {
     }
   }
 
-  // Add one value of weight 2^s; a score of -inf adds nothing, a NaN makes the row NaN.
+  // Before scores up to `top` are added.
+  METAL_FUNC void raise(float top) {
+    if (top > m) {
+      scale(attend_factor(m, top));
+      m = top;
+    }
+  }
+
+  // Add one value of weight 2^s, s at most m; a score of -inf adds nothing, a NaN makes the row NaN.
   METAL_FUNC void add(float s, float factor, const thread float* v) {
     if (s == -INFINITY) {
       return;
-    }
-    if (s > m) {
-      scale(metal::precise::exp2(m - s));
-      m = s;
     }
     const float p = metal::precise::exp2(s - m);
     l += p;
@@ -67,11 +77,6 @@ struct AttendState {
     }
   }
 };
-
-// Factor that brings a state with maximum m to the maximum `top`; 0 where nothing was seen (never exp2(-inf + inf)).
-METAL_FUNC float attend_factor(float m, float top) {
-  return m == -INFINITY ? 0.0f : metal::precise::exp2(m - top);
-}
 
 // Keys [low, high) that a query row sees. row counts heads of the group fastest; rows beyond the last see nothing.
 METAL_FUNC void attend_range(const device int* dims, const device int* start, int batch, int row, thread int& low, thread int& high) {
@@ -115,6 +120,7 @@ METAL_FUNC void attend(
     uint sg,
     uint lane) {
   constexpr int TOGETHER = 32 / LANES;
+  constexpr int TILE = RB > 4 ? 2 : 4;  // as many scores a row stay in registers
   const int kv_heads = dims[ATTEND_HEADS];
   const int heads = dims[ATTEND_GROUP];
   const int queries = dims[ATTEND_QUERIES];
@@ -156,26 +162,45 @@ METAL_FUNC void attend(
   const int run = (stop - begin + NSG * TOGETHER - 1) / (NSG * TOGETHER) * TOGETHER;
   const int mine = begin + int(sg) * run;
   const int last = metal::min(mine + run, stop);
-  for (int base = mine; base < last; base += TOGETHER) {
-    const bool in = base + slot < last;
-    const int j = in ? base + slot : last - 1;
-    const size_t token = size_t(head) * dims[ATTEND_KEYS] + j;
-    typename Keys::Key key;
-    keys.load(key, head, j, d0);
-    float v[E];
-    values.load(v, head, j, d0);
-    const float norm = NORM ? float(k_norm[token]) : 1.0f;
-    const float bias = BIAS ? float(k_bias[token]) * ATTEND_LOG2E : 0.0f;
-    const float scale = VSCALE ? float(v_scale[token]) : 1.0f;
+  for (int base = mine; base < last; base += TILE * TOGETHER) {
+    float scores[TILE][RB];
+    ATTEND_UNROLL
+    for (int t = 0; t < TILE; t++) {
+      const int at = base + t * TOGETHER + slot;
+      const int j = metal::min(at, last - 1);
+      const size_t token = size_t(head) * dims[ATTEND_KEYS] + j;
+      typename Keys::Key key;
+      keys.load(key, head, j, d0);
+      const float norm = NORM ? float(k_norm[token]) : 1.0f;
+      const float bias = BIAS ? float(k_bias[token]) * ATTEND_LOG2E : 0.0f;
+      ATTEND_UNROLL
+      for (int x = 0; x < RB; x++) {
+        float s = query[x].dot(key);
+        ATTEND_UNROLL
+        for (int offset = LANES / 2; offset > 0; offset /= 2) {
+          s += simd_shuffle_xor(s, ushort(offset));
+        }
+        scores[t][x] = at < last && low[x] <= j && j < high[x] ? s * factor[x] * norm + bias : -INFINITY;
+      }
+    }
     ATTEND_UNROLL
     for (int x = 0; x < RB; x++) {
-      float s = query[x].dot(key);
+      float top = state[x].m;
       ATTEND_UNROLL
-      for (int offset = LANES / 2; offset > 0; offset /= 2) {
-        s += simd_shuffle_xor(s, ushort(offset));
+      for (int t = 0; t < TILE; t++) {
+        top = scores[t][x] > top ? scores[t][x] : top;  // a NaN is no maximum
       }
-      if (in && low[x] <= j && j < high[x]) {
-        state[x].add(s * factor[x] * norm + bias, scale, v);
+      state[x].raise(top);
+    }
+    ATTEND_UNROLL
+    for (int t = 0; t < TILE; t++) {
+      const int j = metal::min(base + t * TOGETHER + slot, last - 1);
+      float v[E];
+      values.load(v, head, j, d0);
+      const float scale = VSCALE ? float(v_scale[size_t(head) * dims[ATTEND_KEYS] + j]) : 1.0f;
+      ATTEND_UNROLL
+      for (int x = 0; x < RB; x++) {
+        state[x].add(scores[t][x], scale, v);
       }
     }
   }

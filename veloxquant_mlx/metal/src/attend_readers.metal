@@ -1,7 +1,8 @@
 // Readers for `attend`: how a lane gets elements [d0, d0 + E) of a token's key or value from what is stored; 0 from D on.
 //
 // Codes of a row: LAYOUT 0 one an element, 1 "lsb8" (a little-endian bit stream), 2 "lsb32" (32 / BITS a word from the lowest bit on).
-// Codes beyond a table are clamped to its last entry.
+// Codes beyond a table are clamped to its last entry. Where a lane's codes are whole bytes or words of a row they are loaded as vectors,
+// packed ones, which need the alignment of their element only.
 
 namespace kvtool {
 
@@ -19,6 +20,38 @@ METAL_FUNC uint code_of(int32_t code) {
   return uint(metal::max(code, 0));
 }
 
+// Bytes as little-endian words.
+template <int BYTES>
+METAL_FUNC void load_words(thread uint* words, const device uint8_t* from) {
+  ATTEND_UNROLL
+  for (int b = 0; b < BYTES; b += 4) {
+    words[b / 4] = 0;
+    if (b + 4 <= BYTES) {
+      words[b / 4] = as_type<uint>(uchar4(*(const device packed_uchar4*)(from + b)));
+      continue;
+    }
+    ATTEND_UNROLL
+    for (int i = b; i < BYTES; i++) {
+      words[b / 4] |= uint(from[i]) << (i % 4 * 8);
+    }
+  }
+}
+
+template <int BYTES>
+METAL_FUNC void load_words(thread uint* words, const device uint* from) {
+  constexpr int COUNT = BYTES / 4;
+  ATTEND_UNROLL
+  for (int w = 0; w < COUNT; w += 2) {
+    if (w + 2 <= COUNT) {
+      const uint2 pair = uint2(*(const device packed_uint2*)(from + w));
+      words[w] = pair.x;
+      words[w + 1] = pair.y;
+    } else {
+      words[w] = from[w];
+    }
+  }
+}
+
 template <int LAYOUT, int BITS>
 struct Codes {
   static METAL_FUNC constexpr int width(int count) {
@@ -28,6 +61,42 @@ struct Codes {
   template <typename T>
   static METAL_FUNC uint at(const device T* row, int i) {
     return unpack<BITS>(row, uint(i));
+  }
+
+  // Codes [i, i + E) of a row of COUNT, i a multiple of E; 0 from COUNT on.
+  template <int COUNT, int E>
+  static METAL_FUNC void load(thread uint* code, const device uint8_t* row, int i) {
+    constexpr bool WHOLE = COUNT % E == 0 && E * BITS % 8 == 0;
+    uint words[(E * BITS + 31) / 32] = {};
+    if (WHOLE && i < COUNT) {
+      load_words<E * BITS / 8>(words, row + i * BITS / 8);
+    }
+    ATTEND_UNROLL
+    for (int e = 0; e < E; e++) {
+      const int word = e * BITS / 32;
+      const int shift = e * BITS % 32;
+      uint window = words[word] >> shift;
+      if (shift + BITS > 32) {
+        window |= words[word + 1] << (32 - shift);
+      }
+      code[e] = WHOLE ? window & ((1u << BITS) - 1) : i + e < COUNT ? at(row, i + e) : 0;
+    }
+  }
+
+  template <int COUNT, int E>
+  static METAL_FUNC void load(thread uint* code, const device uint* row, int i) {
+    constexpr int PER = 32 / BITS;
+    constexpr bool WHOLE = COUNT % E == 0 && (E % PER == 0 || PER % E == 0);
+    constexpr int WORDS = (E + PER - 1) / PER;
+    uint words[WORDS] = {};
+    if (WHOLE && i < COUNT) {
+      load_words<4 * WORDS>(words, row + i / PER);
+    }
+    const int first = i % PER * BITS;
+    ATTEND_UNROLL
+    for (int e = 0; e < E; e++) {
+      code[e] = WHOLE ? words[e / PER] >> (first + e % PER * BITS) & ((1u << BITS) - 1) : i + e < COUNT ? at(row, i + e) : 0;
+    }
   }
 };
 
@@ -40,6 +109,19 @@ struct Codes<0, BITS> {
   template <typename T>
   static METAL_FUNC uint at(const device T* row, int i) {
     return code_of(row[i]);
+  }
+
+  template <int COUNT, int E>
+  static METAL_FUNC void load(thread uint* code, const device uint8_t* row, int i) {
+    Codes<1, 8>::load<COUNT, E>(code, row, i);
+  }
+
+  template <int COUNT, int E, typename T>
+  static METAL_FUNC void load(thread uint* code, const device T* row, int i) {
+    ATTEND_UNROLL
+    for (int e = 0; e < E; e++) {
+      code[e] = i + e < COUNT ? at(row, i + e) : 0;
+    }
   }
 };
 
@@ -60,10 +142,11 @@ struct TableReader {
   int tokens;
 
   METAL_FUNC void load(thread float* x, int head, int j, int d0) {
-    const device T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D);
+    uint code[E];
+    Codes<LAYOUT, BITS>::template load<D, E>(code, codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D), d0);
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
-      x[e] = d0 + e < D ? table[metal::min(Codes<LAYOUT, BITS>::at(row, d0 + e), uint(entries - 1))] : 0.0f;
+      x[e] = d0 + e < D ? table[metal::min(code[e], uint(entries - 1))] : 0.0f;
     }
   }
 };
@@ -94,7 +177,12 @@ struct VectorReader {
   int tokens;
 
   METAL_FUNC void load(thread float* x, int head, int j, int d0) {
+    constexpr bool WHOLE = E % SUB == 0;  // each lane has sub-vectors of its own
     const device T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D / SUB);
+    uint code[(E + SUB - 1) / SUB];
+    if (WHOLE) {
+      Codes<LAYOUT, BITS>::template load<D / SUB, (E + SUB - 1) / SUB>(code, row, d0 / SUB);
+    }
     const device float* entry = codebook;
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
@@ -103,8 +191,9 @@ struct VectorReader {
         x[e] = 0;
         continue;
       }
-      if (e == 0 || d % SUB == 0) {
-        entry = codebook + size_t(metal::min(Codes<LAYOUT, BITS>::at(row, d / SUB), uint(entries - 1))) * SUB;
+      if (WHOLE ? e % SUB == 0 : e == 0 || d % SUB == 0) {
+        const uint index = WHOLE ? code[e / SUB] : Codes<LAYOUT, BITS>::at(row, d / SUB);
+        entry = codebook + size_t(metal::min(index, uint(entries - 1))) * SUB;
       }
       x[e] = entry[d % SUB];
     }
@@ -132,10 +221,11 @@ struct ChannelAffineReader {
         zero[e] = d0 + e < D ? float(zeros[base + e]) : 0.0f;
       }
     }
-    const device T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D);
+    uint code[E];
+    Codes<LAYOUT, BITS>::template load<D, E>(code, codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D), d0);
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
-      x[e] = d0 + e < D ? metal::fma(float(Codes<LAYOUT, BITS>::at(row, d0 + e)), scale[e], zero[e]) : 0.0f;
+      x[e] = metal::fma(float(code[e]), scale[e], zero[e]);
     }
   }
 };
@@ -150,7 +240,8 @@ struct TokenAffineReader {
 
   METAL_FUNC void load(thread float* x, int head, int j, int d0) {
     const size_t token = size_t(head) * tokens + j;
-    const device T* row = codes + token * Codes<LAYOUT, BITS>::width(D);
+    uint code[E];
+    Codes<LAYOUT, BITS>::template load<D, E>(code, codes + token * Codes<LAYOUT, BITS>::width(D), d0);
     const size_t base = token * ((D - 1) / GROUP + 1);
     float scale = 0;
     float zero = 0;
@@ -161,11 +252,11 @@ struct TokenAffineReader {
         x[e] = 0;
         continue;
       }
-      if (e == 0 || d % GROUP == 0) {
+      if (e == 0 || (GROUP % E != 0 && d % GROUP == 0)) {
         scale = float(scales[base + d / GROUP]);
         zero = float(zeros[base + d / GROUP]);
       }
-      x[e] = metal::fma(float(Codes<LAYOUT, BITS>::at(row, d)), scale, zero);
+      x[e] = metal::fma(float(code[e]), scale, zero);
     }
   }
 };
@@ -248,6 +339,12 @@ struct SignKeys {
     ATTEND_UNROLL
     for (int w = 0; w < (E + 31) / 32; w++) {
       key.x[w] = 0;
+    }
+    if (D % E == 0) {
+      if (d0 < D) {
+        load_words<E / 8>(key.x, row + d0 / 8);
+      }
+      return;
     }
     ATTEND_UNROLL
     for (int e = 0; e < E; e += 8) {

@@ -163,5 +163,5 @@ MUTATIONS = (
         FUNCTION, "heads-of-the-next-group", "size_t(head) * heads * queries + (real", "size_t(head) * queries + (real", ("D96-group-3",)
     ),
     Mutation(FUNCTION, "head-order", "(row % heads) * queries + row / heads : 0", "row : 0", ("D96-group-3",)),
-    Mutation(FUNCTION, "entry-not-advanced", "if (e == 0 || d % SUB == 0) {", "if (e == 0) {", ("prime",)),
+    Mutation(FUNCTION, "entry-not-advanced", "WHOLE ? e % SUB == 0 : e == 0 || d % SUB == 0", "e == 0", ("prime",)),
 )

@@ -191,4 +191,5 @@ MUTATIONS = (
     Mutation(FUNCTION, "causal-off-by-one", "dims[ATTEND_CAUSAL] ? at + 1", "dims[ATTEND_CAUSAL] ? at", ("causal-tail",)),
     Mutation(FUNCTION, "split-overlap", "metal::min(per_split, seen - before)", "metal::min(per_split + 1, seen - before)", ("splits",)),
     Mutation(FUNCTION, "masked-minus-infinity", "if (s == -INFINITY) {", "if (false) {", ("every-bias-minus-infinity",)),
+    Mutation(FUNCTION, "codes-of-the-first-lane", "row + i * BITS / 8", "row", ("nibble",)),
 )

@@ -87,6 +87,7 @@ CASES = (
     case("one-sub-vector", sub=64, S=11, bits=(4, 4, 8)),
     case("largest-tables", bits=(8, 8, 8), sub=1, S=11),
     case("lsb32", packed("lsb32"), S=21, bits=(3, 1, 5)),
+    case("D128-lsb32", packed("lsb32"), D=128, S=19, bits=(4, 2, 4), sub=1),
     case("lsb8-odd-bits", packed("lsb8"), S=21, bits=(3, 1, 5)),
     case("rotation", lambda g, rng: {"out_rotation": orthogonal(rng, 64)}, S=25),
     # Values.
@@ -170,7 +171,8 @@ MUTATIONS = (
     Mutation(
         FUNCTION, "stage-without-barrier", "  threadgroup_barrier(mem_flags::mem_threadgroup);\n}", "}", ("prime", "larger-than-a-block")
     ),
-    Mutation(FUNCTION, "bit-order-of-words", "(i % per * BITS)) & ((1u", "((per - 1 - i % per) * BITS)) & ((1u", ("lsb32",)),
+    Mutation(FUNCTION, "bit-order-of-words", "first + e % PER * BITS", "first + (PER - 1 - e % PER) * BITS", ("lsb32",)),
+    Mutation(FUNCTION, "second-word-lost", "words[w + 1] = pair.y", "words[w + 1] = pair.x", ("D128-lsb32",)),
     Mutation(FUNCTION, "shuffle-off-by-one", "offset = LANES / 2; offset > 0", "offset = LANES / 2; offset > 1", ("prime",)),
     Mutation(FUNCTION, "rotation-transposed", "rotation[size_t(i) * D + d]", "rotation[size_t(d) * D + i]", ("rotation",)),
 )
