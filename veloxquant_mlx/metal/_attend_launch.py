@@ -50,14 +50,15 @@ kvtool::attend<decltype(keys), decltype(values), D, E, LANES, RB, NSG, NORM, BIA
 """
 
 
-def attend_kernel(name: str, inputs: tuple[str, ...], readers: str) -> Kernel:
+def attend_kernel(name: str, inputs: tuple[str, ...], readers: str, metal_readers: str | None = None) -> Kernel:
     """The kernel of a family.
 
     Args:
         inputs: names of the arrays that the readers use.
-        readers: text, the same in both languages, that defines `keys` and `values`; `tables` is threadgroup memory for them.
+        readers: text that defines `keys` and `values`; `tables` is threadgroup memory for them.
+        metal_readers: the same for Metal; None where it is the same text.
     """
-    metal = _METAL_MEMORY + readers + _ATTEND.format(place=_METAL_PLACE)
+    metal = _METAL_MEMORY + (metal_readers or readers) + _ATTEND.format(place=_METAL_PLACE)
     cuda = _CUDA_MEMORY + readers + _ATTEND.format(place=_CUDA_PLACE)
     return Kernel(name, (*COMMON, *inputs), ("out", "lse"), ("bits", "attend", "attend_readers"), metal, cuda)
 

@@ -9,6 +9,7 @@ The codes a codec in the manner of TurboQuant (arXiv 2504.19874) stores lack the
 """
 
 import math
+from dataclasses import replace
 from typing import Unpack
 
 import mlx.core as mx
@@ -29,16 +30,29 @@ from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, require
 
 MAX_BITS = 8
+MAX_PAIR_BITS = 8  # as in attend_readers.metal
 
+_INPUTS = ("k_indices1", "k_indices2", "centroids1", "centroids2", "v_indices", "v_codebook")
+_VALUES = "kvtool::VectorReader<D, E, SUB, LAYOUT, BITSV, T> values{v_indices, v_codebook, 1 << BITSV, dims[3]};"
+_METAL_KEYS = """kvtool::stage_stages<BITS1, BITS2>(centroids1, centroids2, tables, thread_index_in_threadgroup, NSG * 32);
+kvtool::DenseKeys<kvtool::TwoStageReader<D, E, LAYOUT, BITS1, BITS2, T>, D, E> keys{{k_indices1, k_indices2, tables, dims[3]}};
+"""
 _KERNEL = attend_kernel(
     "turboquant_fused_rvq_decode_attend",
-    ("k_indices1", "k_indices2", "centroids1", "centroids2", "v_indices", "v_codebook"),
+    _INPUTS,
     """kvtool::stage(centroids1, tables, 1 << BITS1, thread_index_in_threadgroup, NSG * 32);
 kvtool::stage(centroids2, tables + (1 << BITS1), 1 << BITS2, thread_index_in_threadgroup, NSG * 32);
 kvtool::DenseKeys<kvtool::TwoStageReader<D, E, LAYOUT, BITS1, BITS2, T>, D, E> keys{
     {{k_indices1, tables, 1 << BITS1, dims[3]}, {k_indices2, tables + (1 << BITS1), 1 << BITS2, dims[3]}}};
-kvtool::VectorReader<D, E, SUB, LAYOUT, BITSV, T> values{v_indices, v_codebook, 1 << BITSV, dims[3]};""",
+"""
+    + _VALUES,
+    _METAL_KEYS + _VALUES,
 )
+# Values of one element a code: their table goes where the keys' are.
+_TABLE_VALUES = """threadgroup float* entries = tables + TABLES - (1 << BITSV);
+kvtool::stage(v_codebook, entries, 1 << BITSV, thread_index_in_threadgroup, NSG * 32);
+kvtool::TableReader<D, E, LAYOUT, BITSV, T> values{v_indices, entries, 1 << BITSV, dims[3]};"""
+_TABLE_KERNEL = replace(_KERNEL, name=f"{_KERNEL.name}_table", metal=_KERNEL.metal.replace(_VALUES, _TABLE_VALUES))
 _DECODE_KERNEL = decode_kernel(
     _KERNEL,
     """kvtool::DecodeTwoStageKeys fast_keys{k_indices1, k_indices2, centroids1, centroids2};
@@ -111,14 +125,17 @@ def turboquant_fused_rvq_decode_attend(
         return _ops(q, (k_indices1, k_indices2, v_indices), (centroids1, centroids2, v_codebook), (b1, b2, bv), packed, options)
     halves = options.out_dtype != mx.float32 and not options.lse
     tables = [table.astype(mx.float32) for table in (centroids1, centroids2, v_codebook)]
+    on_metal = backend() == "metal"
+    table = on_metal and sub == 1
+    stages = 2 ** (b1 + b2) if on_metal and b1 + b2 <= MAX_PAIR_BITS else 2**b1 + 2**b2
     return launch(
-        _KERNEL,
+        _TABLE_KERNEL if table else _KERNEL,
         q,
         1 / math.sqrt(dim),
         (k_indices1, k_indices2, *tables[:2], v_indices, tables[2]),
         options,
         template=[("LAYOUT", layout(packed)), ("BITS1", b1), ("BITS2", b2), ("BITSV", bv), ("SUB", sub), ("T", k_indices1.dtype)],
-        tables=2**b1 + 2**b2,
+        tables=stages + (2**bv if table else 0),
         decode=DECODE if halves and sub == 1 and packed and (b1, b2, bv) == DECODE_BITS else None,
     )
 

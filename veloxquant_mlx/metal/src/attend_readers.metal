@@ -151,22 +151,49 @@ struct TableReader {
   }
 };
 
-// x[d] = table1[code1[d]] + table2[code2[d]]
+// x[d] = table1[code1[d]] + table2[code2[d]]; one look-up among the sums of all pairs where those are at most 256.
 template <int D, int E, int LAYOUT, int BITS1, int BITS2, typename T>
 struct TwoStageReader {
-  TableReader<D, E, LAYOUT, BITS1, T> first;
-  TableReader<D, E, LAYOUT, BITS2, T> second;
+  const device T* codes1;
+  const device T* codes2;
+  const threadgroup float* table;
+  int tokens;
 
   METAL_FUNC void load(thread float* x, int head, int j, int d0) {
-    float y[E];
-    first.load(x, head, j, d0);
-    second.load(y, head, j, d0);
+    const size_t token = size_t(head) * tokens + j;
+    uint first[E];
+    uint second[E];
+    Codes<LAYOUT, BITS1>::template load<D, E>(first, codes1 + token * Codes<LAYOUT, BITS1>::width(D), d0);
+    Codes<LAYOUT, BITS2>::template load<D, E>(second, codes2 + token * Codes<LAYOUT, BITS2>::width(D), d0);
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
-      x[e] += y[e];
+      const uint a = metal::min(first[e], (1u << BITS1) - 1);
+      const uint b = metal::min(second[e], (1u << BITS2) - 1);
+      if (d0 + e >= D) {
+        x[e] = 0;
+      } else if (BITS1 + BITS2 <= 8) {
+        x[e] = table[a + (b << BITS1)];
+      } else {
+        x[e] = table[a] + table[b + (1 << BITS1)];
+      }
     }
   }
 };
+
+// The table of a TwoStageReader, for the whole threadgroup.
+template <int BITS1, int BITS2>
+METAL_FUNC void stage_stages(
+    const device float* centroids1, const device float* centroids2, threadgroup float* table, uint thread_, uint threads) {
+  if (BITS1 + BITS2 > 8) {
+    stage(centroids1, table, 1 << BITS1, thread_, threads);
+    stage(centroids2, table + (1 << BITS1), 1 << BITS2, thread_, threads);
+    return;
+  }
+  for (uint i = thread_; i < 1u << (BITS1 + BITS2); i += threads) {
+    table[i] = centroids1[i % (1 << BITS1)] + centroids2[i >> BITS1];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
 
 // x[d] = codebook[code[d / SUB]][d % SUB]
 template <int D, int E, int SUB, int LAYOUT, int BITS, typename T>

@@ -167,7 +167,10 @@ ERRORS = (
 LENGTHS = (LengthCase(FUNCTION, lambda rng, n: arguments(rng, S=n, B=1 + n % 2), (5, 64, 131)),)
 
 MUTATIONS = (
-    Mutation(FUNCTION, "second-stage-lost", "x[e] += y[e];", "x[e] += 0 * y[e];", ("prime",)),
+    Mutation(FUNCTION, "second-stage-lost", "+ centroids2[i >> BITS1]", "+ 0 * centroids2[i >> BITS1]", ("prime",)),
+    Mutation(FUNCTION, "pairs-swapped", "table[a + (b << BITS1)]", "table[b + (a << BITS1)]", ("prime",)),
+    Mutation(FUNCTION, "second-table-at-the-first", "table[b + (1 << BITS1)]", "table[b]", ("largest-tables",)),
+    Mutation(FUNCTION, "values-from-keys", "entries = tables + TABLES - (1 << BITSV)", "entries = tables", ("D128-group-4-codec",)),
     Mutation(
         FUNCTION, "stage-without-barrier", "  threadgroup_barrier(mem_flags::mem_threadgroup);\n}", "}", ("prime", "larger-than-a-block")
     ),
