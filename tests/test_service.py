@@ -374,6 +374,10 @@ def test_a_client_that_goes_away_leaves_nothing(running: tuple[Any, Path]) -> No
     while files(folder) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not files(folder)
+    while not any("/v1/objects/gone" in line for line in found.said) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    assert not any("Traceback" in line for line in found.said), "".join(found.said)
 
 
 def test_a_body_longer_than_its_length_is_no_second_request(running: tuple[Any, Path]) -> None:
@@ -643,6 +647,20 @@ def test_keeping_house_within_a_quota(state: State) -> None:
     Keeping(state).round()
     assert 0 < store.stats()["bytes"] <= state.quota and state.answered(ANA)["evicted"] > 0
     assert not store.check().problems
+
+
+def test_what_tenants_have_is_not_the_folders_own(state: State) -> None:
+    """A check, a quota and a collection of the folder itself leave out what is checked and kept in bounds for each tenant."""
+    model, own = tiny("qwen3"), Store(state.objects, chunk=CHUNK)
+    own.put(kvtool.capture(model, ids(CHUNK, 9)), codec="raw")
+    theirs = Store(state.partition(ANA), chunk=CHUNK)
+    for seed in range(4):
+        theirs.put(kvtool.capture(model, ids(2 * CHUNK, seed)), codec="raw")
+    names = {entry.name for entry in state.objects.names()}
+    report = own.check()
+    assert not report.problems and not report.lost and report.objects < len(names)
+    own.room.quota = theirs.stats()["bytes"]
+    assert own.gc() == 0 and {entry.name for entry in state.objects.names()} == names
 
 
 def test_the_document_has_every_route(client: TestClient) -> None:

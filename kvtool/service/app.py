@@ -19,6 +19,7 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtool.service import errors, objects_routes, prompts_routes
@@ -123,6 +124,8 @@ class Watched:
                 await self._app(scope, body, sending)
         except Stalled as error:
             await errors.answer(408, str(error), headers={"Connection": "close"})(scope, receive, sending)
+        except ClientDisconnect:
+            pass  # nobody is there to be answered; the request is logged with status 0
         except BrokenOff as error:
             # The connection is closed before the length that was announced: its reader knows.
             logger.error("%s %s broke off: %s", scope["method"], json.dumps(scope["path"]), error)

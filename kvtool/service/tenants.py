@@ -20,6 +20,7 @@ from pathlib import Path
 
 from formats.atomic import atomic_write
 from formats.errors import FormatError
+from kvtool.store.catalogue import TENANTS
 
 VERSION = 1
 RIGHTS = ("read", "write", "operate")
@@ -47,7 +48,7 @@ class Tenant:
     @property
     def folder(self) -> str:
         """Where its objects lie; nobody learns the salt from it."""
-        return "tenants/" + hashlib.sha256(b"kvtool tenant folder" + bytes.fromhex(self.salt)).hexdigest()[:32]
+        return TENANTS + hashlib.sha256(b"kvtool tenant folder" + bytes.fromhex(self.salt)).hexdigest()[:32]
 
 
 def made(name: str, rights: Sequence[str] = ("read", "write")) -> tuple[Tenant, str]:

@@ -15,6 +15,7 @@ from kvtool.store.keys import SHORT, Node, node_of
 from kvtool.store.objects import Entry, is_name
 
 HALF_LIFE = 24 * 3600.0
+TENANTS = "tenants/"  # below it are the stores of a service's tenants, each with a catalogue and a quota of its own
 GRACE = 60.0  # seconds that what looks unneeded is left alone: its writer may not be done
 
 Cost = Callable[[str | None, int, int], float]  # (first digits of a space's key, None of an unknown one; first token; tokens) -> FLOPs
@@ -34,7 +35,7 @@ class Catalogue:
 
     Attributes:
         held: objects with rows, by name.
-        others: all other objects, by name.
+        others: all other objects, by name; without those of a service's tenants, whose names this store's key does not give.
         foreign: bytes of files in a store's folder that no object can be, by their names; they are counted, and left alone.
         pinned: ids of objects that stay.
     """
@@ -46,6 +47,8 @@ class Catalogue:
         self._chunks: dict[str, Held] = {}
         self._after: dict[str, set[str]] = defaultdict(set)
         for entry in entries:
+            if entry.name.startswith(TENANTS):
+                continue
             if not is_name(entry.name):
                 self.foreign[entry.name] = entry.size
                 continue
