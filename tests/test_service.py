@@ -663,6 +663,23 @@ def test_what_tenants_have_is_not_the_folders_own(state: State) -> None:
     assert own.gc() == 0 and {entry.name for entry in state.objects.names()} == names
 
 
+def test_nothing_larger_than_the_quota_is_taken(client: TestClient, state: State, tmp_path: Path) -> None:
+    state.quota = 1000
+    for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
+        assert client.put("/v1/objects/a", content=body).status_code == 413
+    assert not files(tmp_path) and client.put("/v1/objects/a", content=b"x" * 1000).status_code == 201
+
+
+def test_a_file_that_is_no_object_breaks_no_listing(running: tuple[Any, Path]) -> None:
+    found, folder = running
+    place = folder / "store" / "objects" / ANA.folder
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "Not A Name").write_bytes(b"1")
+    with Store(Served(found.address, ANAS)) as store:
+        assert isinstance(store.entries(), list)
+    (place / "Not A Name").unlink()
+
+
 def test_the_document_has_every_route(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
     served = {getattr(route, "path", "").replace(":path", "") for route in make_app(State(Folder("x"), None)).routes}

@@ -171,13 +171,14 @@ async def put(
     """Keep an object. One that is there stays as it is: names say what the bytes are."""
     checked(name)
     limits = state.limits
+    most = limits.object_bytes if state.quota is None else min(limits.object_bytes, state.quota)
     announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > limits.object_bytes:
-        raise Refused(413, f"{announced} bytes, at most {limits.object_bytes} are taken", headers={"Connection": "close"})
+    if announced.isdecimal() and int(announced) > most:
+        raise Refused(413, f"{announced} bytes, at most {most} are taken", headers={"Connection": "close"})
     if await run_in_threadpool(objects.size, name) is not None:
         return JSONResponse({"made": False}, 200)
     folder = await run_in_threadpool(lambda: objects.scratch)
-    path, size = await received(request, folder, limits.object_bytes, limits.idle_seconds, x_content_blake3)
+    path, size = await received(request, folder, most, limits.idle_seconds, x_content_blake3)
     try:
         made = await run_in_threadpool(objects.write, name, path)
     except (IsADirectoryError, NotADirectoryError):

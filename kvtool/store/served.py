@@ -134,7 +134,8 @@ class Served:
         while after is not None:
             page = self._json("GET", f"/objects?prefix={quote(prefix, safe='')}&after={quote(after, safe='')}", "objects", "next")
             for entry in page["objects"]:
-                yield Entry(check_name(entry["name"]), int(entry["size"]), float(entry["used"]))
+                # Names that are none are left to the catalogue, as those of a folder are.
+                yield Entry(str(entry["name"]), int(entry["size"]), float(entry["used"]))
             after = page["next"]
 
     def remove(self, name: str) -> bool:
