@@ -59,13 +59,15 @@ void prepare(const Problem& p, int head) {
 }
 
 // Whether tokens can be in the lanes: codes whose rotation, where rows must be rebuilt, is sums and differences in registers.
+// Two stages without rotation, and codes of a byte, are faster rebuilt row by row.
+bool few_words(const Rows& rows) { return rows.stages == 1 && rows.stage[0].bits < 8; }
 bool keys_in_lanes(const Problem& p) {
   const Rows& keys = p.keys;
-  if (keys.type != Type::CODES) return false;
+  if (keys.type != Type::CODES || (!p.angles && !few_words(keys))) return false;
   return !p.angles || !keys.signs || (keys.odd == 1 && keys.dim >= POINTS && keys.dim <= 256);
 }
 bool values_in_lanes(const Rows& values) {
-  return values.type == Type::CODES && (!values.step || (values.by_token && values.group % 16 == 0));
+  return values.type == Type::CODES && few_words(values) && (!values.step || (values.by_token && values.group % 16 == 0));
 }
 
 // Where a span's numbers are: scores have rows of `row` floats, words and what is by token rows of `wide`.
