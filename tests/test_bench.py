@@ -246,9 +246,9 @@ def test_figures_agree(whole: tuple[dict[str, Any], Path]) -> None:
         on_disk = row["family"] in ("files", "first-token")
         assert (row["of_copy"] is None) == on_disk
         assert on_disk or row["of_copy"] == pytest.approx(row["rate"] / data["copy"])
-        assert (row["to_read"] is None) == (row["family"] != "attend")
-        if row["to_read"] is not None:
-            assert row["to_read"] == pytest.approx(2 * row["values"] / data["copy"] / 1e9 / row["median"])
+        assert (row["to_copy"] is None) == (row["family"] != "attend")
+        if row["to_copy"] is not None:
+            assert row["to_copy"] == pytest.approx(4 * row["values"] / data["copy"] / 1e9 / row["median"])
         if row["reference"] is not None:
             assert row["speedup"] == pytest.approx(medians[row["family"], row["reference"]] / row["median"])
 
@@ -443,7 +443,7 @@ def test_targets_measure_their_rows_and_judge_them(monkeypatch: pytest.MonkeyPat
     data = report("--targets")
     assert [one["reached"] for one in data["targets"]] == [True] * len(easy)
     rows = by_name(data)
-    assert data["targets"][0]["measured"] == pytest.approx(rows["rabitq: codes"]["to_read"])
+    assert data["targets"][0]["measured"] == pytest.approx(rows["rabitq: codes"]["to_copy"])
     monkeypatch.setattr(targets, "CPU", (replace(easy[0], least=1e9),))
     missed = report("--targets", code=1)["targets"]
     assert [one["reached"] for one in missed] == [False] and missed[0]["least"] == 1e9
@@ -456,6 +456,6 @@ def test_targets_of_rows_that_were_not_timed_are_missed() -> None:
     assert judged["measured"] is None and not judged["reached"]
     (judged,) = targets.judge([target], [replace(row, values_rate=6e8)], 10.0)
     assert judged["reached"]
-    output = next(one for one in targets.CPU if one.what == "output / copy bandwidth" and one.family == "decode")
+    output = next(one for one in targets.CPU if one.what.startswith("output") and one.family == "decode")
     (judged,) = targets.judge([output], [replace(row, family="decode", values_rate=1e9)], 12.0)
-    assert judged["measured"] == pytest.approx(4 / 12) and judged["reached"]
+    assert judged["measured"] == pytest.approx(8 / 12) and judged["reached"]

@@ -35,6 +35,7 @@ from veloxquant_mlx.metal.fused_sdpa import supports_shape
 FAMILY, REFERENCE = "attend", "sdpa float16"
 CODECS = (
     *("rvq-4", "rvq-2", "affine-4", "rabitq", "tc-2.05"),
+    *("rvq-4,frame=post", "affine-4,frame=post", "rabitq,frame=post"),  # keys as cached: no rotation at each look
     *("k=rvq-2+2:nocenter,v=rvq-4:nocenter", "k=rabitq:nocenter,v=rvq-4:nocenter"),  # without means, as kernel functions take them
 )
 WITH_GPU = ("vecinfer-1",)  # a CPU takes minutes to find the words of so many rows

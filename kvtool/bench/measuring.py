@@ -104,7 +104,7 @@ class Row:
         runs: timed samples; calls: a sample.
         median, low, high: seconds a call, with the quartiles.
         moved: bytes a call; rate: GB/s; of_copy: share of the copy bandwidth of this run; None for files.
-        to_read: times as fast as reading these keys and values once in float16 at the copy bandwidth; of attend alone.
+        to_copy: times as fast as copying these keys and values once in float16 at the copy bandwidth; of attend alone.
         values: a call; values_rate: a second.
         bits: a value.
         reference: the row compared with; speedup: its median over this one's.
@@ -129,7 +129,7 @@ class Row:
     moved: int | None = None
     rate: float | None = None
     of_copy: float | None = None
-    to_read: float | None = None
+    to_copy: float | None = None
     values: int | None = None
     values_rate: float | None = None
     bits: float | None = None
@@ -228,9 +228,9 @@ def copy_bandwidth(seconds: float) -> float:
     return 2 * COPY_BYTES / times.median / 1e9
 
 
-def read_time(values: int, copy: float) -> float:
-    """Seconds to read so many float16 keys and values once at a copy bandwidth in GB/s."""
-    return 2 * values / (copy * 1e9)
+def copy_time(values: int, copy: float) -> float:
+    """Seconds to copy so many float16 keys and values at a bandwidth in GB/s, read and written."""
+    return 2 * 2 * values / (copy * 1e9)
 
 
 def measure(case: Case, command: str, seconds: float, copy: float) -> Row:
@@ -271,7 +271,7 @@ def measure(case: Case, command: str, seconds: float, copy: float) -> Row:
         moved=prepared.moved,
         rate=rate,
         of_copy=None if rate is None or case.family in ("files", "first-token") else rate / copy,
-        to_read=read_time(prepared.values, copy) / times.median if case.family == "attend" else None,
+        to_copy=copy_time(prepared.values, copy) / times.median if case.family == "attend" else None,
         values=prepared.values,
         values_rate=prepared.values / times.median,
         bits=prepared.bits,

@@ -258,19 +258,19 @@ def _table(rows: list["Row"]) -> list[str]:
     name, against = max(3, *(len(row.name) for row in rows)), next((row.reference for row in rows if row.reference), None)
     width = max(8, *map(len, elsewhere))
     head = f"{'row':<{name}} {'on':<{width}} {'median':>8} {'quartiles':>19} {'runs':>5} {'bytes':>13} {'GB/s':>7} {'of it':>6} "
-    lines = [head + f"{'values/s':>9} {'bits':>6} {'speed':>6} {'read':>6} {'error':>8} {'limit':>8}"]
+    lines = [head + f"{'values/s':>9} {'bits':>6} {'speed':>6} {'copy':>6} {'error':>8} {'limit':>8}"]
     for row in (row for row in rows if row.skipped is None):
         spread = "-" if row.low is None else f"{duration(row.low)} - {duration(row.high)}"
         figures = [
             f"{duration(row.median):>8} {spread:>19} {row.runs or '-':>5} {'-' if row.moved is None else f'{row.moved:,}':>13}",
             f"{_figure(row.rate, '7.3g')} {_figure(row.of_copy, '6.2f')} {_figure(row.values_rate, '9.2e')} {_figure(row.bits, '6.2f')}",
-            f"{_figure(row.speedup, '6.2f')} {_figure(row.to_read, '6.2f')} {_figure(row.error, '8.1e')} {_figure(row.limit, '8.1e')}",
+            f"{_figure(row.speedup, '6.2f')} {_figure(row.to_copy, '6.2f')} {_figure(row.error, '8.1e')} {_figure(row.limit, '8.1e')}",
         ]
         lines.append(f"{row.name:<{name}} {row.backend:<{width}} {' '.join(figures)}")
     if against is not None:
         lines.append(f"speed: times as fast as {', '.join(dict.fromkeys(row.reference for row in rows if row.reference))}")
-    if any(row.to_read is not None for row in rows):
-        lines.append("read: times as fast as reading these keys and values once in float16 at the copy bandwidth")
+    if any(row.to_copy is not None for row in rows):
+        lines.append("copy: times as fast as copying these keys and values once in float16 at the copy bandwidth")
     return lines
 
 
