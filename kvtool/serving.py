@@ -87,6 +87,8 @@ def serve(
     def load(path: str | Path, *args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
         if str(path) != name:
             raise IncompatibleError(f"only {name} is served here", path=str(path), hint="leave model out of the request, or restart")
+        if kwargs.get("adapter_path") is not None:
+            raise IncompatibleError("no other adapter is served here", hint="leave adapters out of the request, or restart with --adapter")
         return model.model, model.tokenizer, load_config(model.folder)
 
     running: list[Any] = []

@@ -105,6 +105,18 @@ def test_another_prompt_is_not_the_files(url: str) -> None:
     assert complete(url, "Hello there, this is")["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"model": "tiny-b"}, {"model": str(Path(kvtool.__file__).parent / "tiny" / "tiny-a"), "adapters": "x"}, {"draft_model": "tiny-b"}],
+)
+def test_a_request_for_another_model_is_not_answered_by_this_one(url: str, other: dict[str, str]) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 2, **other}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as caught, urllib.request.urlopen(request, timeout=30):
+        pass
+    assert b"is served here" in caught.value.read()
+
+
 def test_a_port_in_use_ends_the_server_with_an_error(file: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
