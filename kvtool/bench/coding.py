@@ -103,9 +103,11 @@ def _encoding(spec: str, size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
     plan, given = plan_of(spec, size, seed), rows(size, dtype, seed)
     growth = Growth(plan.k, plan.v, rope_of(plan, size.dim))
     known = blocks(spec, size, dtype, seed)
+    sequences = [(given.k[b], given.v[b]) for b in range(size.batch)]
+    mx.eval(sequences)
 
     def run() -> tuple[Block, ...]:
-        return tuple(growth.encoded(given.k[b], given.v[b], 0) for b in range(size.batch))
+        return tuple(growth.encoded(k, v, 0) for k, v in sequences)
 
     stored = parts_bytes(known)
     moved = stored + given.k.nbytes + given.v.nbytes

@@ -22,8 +22,9 @@ from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.metal._attend import merge_parts
 from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.native import converting
 from veloxquant_mlx.native.mapped import Mapped
-from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, rotate, unrotated
+from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, rotate, undoing, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
 NATIVE_ROWS = 256  # queries of a KV head in one call of the native back end: codes are decoded anew for each call
@@ -65,12 +66,16 @@ class CodedRows:
         cls, codec: Codec, rows: mx.array, first: int, rope: RopeSpec | None = None, given: dict[str, mx.array] | None = None
     ) -> "CodedRows":
         """Encode rows as cached, (H, S, D), at positions from `first` on; given a rope, before it."""
-        x = rows
-        if rope is not None:
-            x = rotate(rows.astype(mx.float32), np.arange(first, first + rows.shape[1]), rope, unrotated(rope))
-        parts = codec.encode(x) if given is None else codec.encode(x, given)
-        mx.eval(parts)
         heads, count, dim = rows.shape
+        at = np.arange(first, first + count)
+        measured = given is None and rows.size > 0 and converting.in_use(dim)
+        found = codec.encode_measured(rows, None if rope is None else undoing(rope, at)) if measured else None
+        if found is not None:
+            parts, _ = found
+        else:
+            x = rows if rope is None else rotate(rows.astype(mx.float32), at, rope, unrotated(rope))
+            parts = codec.encode(x) if given is None else codec.encode(x, given)
+        mx.eval(parts)
         return cls(codec, parts, (heads, count, dim), rows.dtype, rope)
 
 
