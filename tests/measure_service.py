@@ -40,7 +40,7 @@ def fetched(port: int, path: str, token: str = "") -> int:
     """Bytes of an answer, read and dropped."""
     buffer = bytearray(1 << 20)
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n\r\n".encode())
+        sock.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n\r\n".encode())
         total = 0
         while count := sock.recv_into(buffer):
             total += count
@@ -86,7 +86,7 @@ def transfer(folder: Path) -> None:
         served.write("object", data)
         assert served.read("object") == data
         rates["get, service"] = SIZE / median(lambda: fetched(running_service.port, "/v1/objects/object"))
-        head = f"PUT /v1/objects/put HTTP/1.1\r\nHost: x\r\nContent-Length: {SIZE}\r\nConnection: close\r\n\r\n".encode()
+        head = f"PUT /v1/objects/put HTTP/1.1\r\nHost: localhost\r\nContent-Length: {SIZE}\r\nConnection: close\r\n\r\n".encode()
 
         def put() -> None:
             with socket.create_connection(("127.0.0.1", running_service.port)) as sock:

@@ -54,7 +54,9 @@ def service(store: Path | str, *options: str, environment: dict[str, str] | None
         running = Running(address, process, said)
         reading = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
         reading.start()
-        yield running
-        process.kill()
-        reading.join(10)
-        process.stderr.close()
+        try:
+            yield running
+        finally:
+            process.kill()
+            reading.join(10)
+            process.stderr.close()

@@ -364,7 +364,7 @@ def raw(port: int, head: str, body: bytes = b"") -> socket.socket:
 def test_a_client_that_goes_away_leaves_nothing(running: tuple[Any, Path]) -> None:
     found, folder = running
     sock = raw(
-        found.port, f"PUT /v1/objects/gone HTTP/1.1\nHost: x\nAuthorization: Bearer {ANAS}\nContent-Length: 1000000\n", b"x" * 500_000
+        found.port, f"PUT /v1/objects/gone HTTP/1.1\nHost: localhost\nAuthorization: Bearer {ANAS}\nContent-Length: 1000000\n", b"x" * 500_000
     )
     deadline = time.monotonic() + 10
     while not files(folder) and time.monotonic() < deadline:
@@ -382,7 +382,7 @@ def test_a_client_that_goes_away_leaves_nothing(running: tuple[Any, Path]) -> No
 
 def test_a_body_longer_than_its_length_is_no_second_request(running: tuple[Any, Path]) -> None:
     found, _ = running
-    head = f"PUT /v1/objects/short HTTP/1.1\nHost: x\nAuthorization: Bearer {ANAS}\nContent-Length: 3\nConnection: close\n"
+    head = f"PUT /v1/objects/short HTTP/1.1\nHost: localhost\nAuthorization: Bearer {ANAS}\nContent-Length: 3\nConnection: close\n"
     with raw(found.port, head, b"abcdef") as sock:
         answer = b""
         while data := sock.recv(1 << 16):
@@ -505,7 +505,7 @@ def test_stop_lets_requests_end(tmp_path: Path) -> None:
     data = os.urandom(30_000_000)
     with service(tmp_path / "store", "--no-tokens") as found:
         Served(found.address).write("big", data)
-        with raw(found.port, "GET /v1/objects/big HTTP/1.1\nHost: x\n") as sock:
+        with raw(found.port, "GET /v1/objects/big HTTP/1.1\nHost: localhost\n") as sock:
             got = sock.recv(1000)
             found.process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
@@ -713,3 +713,11 @@ def test_a_stalled_body(state: State) -> None:
 
 def test_a_tenants_folder_does_not_tell_its_salt() -> None:
     assert ANA.salt[:8] not in ANA.folder and Tenant("x", ANA.token, ANA.salt).folder == ANA.folder
+
+
+def test_without_tokens_only_names_of_this_machine_are_answered(tmp_path: Path) -> None:
+    app = make_app(State(Folder(tmp_path / "store"), None))
+    with TestClient(app, base_url="http://127.0.0.1:8700") as client:
+        assert client.get("/v1/tenant").status_code == 200
+        assert client.get("/v1/tenant", headers={"Host": "localhost:9"}).status_code == 200
+        assert client.get("/v1/tenant", headers={"Host": "rebound.example"}).status_code == 400

@@ -20,6 +20,7 @@ from typing import Any
 from fastapi import FastAPI, Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtool.service import errors, objects_routes, prompts_routes
@@ -30,6 +31,7 @@ from kvtool.version import __version__
 
 logger = logging.getLogger("kvtool.service")
 
+LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
 # The page runs its own script and talks to its own service, whatever a name of a model may hold.
 GUARDS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
@@ -85,6 +87,9 @@ def make_app(state: State) -> FastAPI:
         return Own(name=tenant.name, salt=tenant.salt, rights=list(tenant.rights))
 
     app.add_middleware(Watched, state=state)
+    if state.tenants is None:
+        # Without tokens a web page could otherwise reach it, through a name of its own that leads to this machine.
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK)
     return app
 
 
