@@ -409,7 +409,7 @@ def test_who_takes_nothing_is_let_go(tmp_path: Path) -> None:
             if deaf and message["type"] == "http.response.body":
                 await asyncio.sleep(60)
 
-        scope = {"type": "http", "method": method, "path": path, "raw_path": b"", "query_string": b"", "headers": []}
+        scope = {"type": "http", "method": method, "path": path, "raw_path": b"", "query_string": b"", "headers": [(b"host", b"localhost")]}
         whole = {**scope, "http_version": "1.1", "scheme": "http", "server": ("x", 1), "client": ("x", 1), "root_path": ""}
         async with asyncio.timeout(20):
             await app(whole, receive, send)
