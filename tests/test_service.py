@@ -364,7 +364,9 @@ def raw(port: int, head: str, body: bytes = b"") -> socket.socket:
 def test_a_client_that_goes_away_leaves_nothing(running: tuple[Any, Path]) -> None:
     found, folder = running
     sock = raw(
-        found.port, f"PUT /v1/objects/gone HTTP/1.1\nHost: localhost\nAuthorization: Bearer {ANAS}\nContent-Length: 1000000\n", b"x" * 500_000
+        found.port,
+        f"PUT /v1/objects/gone HTTP/1.1\nHost: localhost\nAuthorization: Bearer {ANAS}\nContent-Length: 1000000\n",
+        b"x" * 500_000,
     )
     deadline = time.monotonic() + 10
     while not files(folder) and time.monotonic() < deadline:

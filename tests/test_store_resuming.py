@@ -160,3 +160,12 @@ def test_get_writes_one_file_of_the_codes_as_they_are(tmp_path: Path, rope_theta
     for a, b in zip(restored.cache, want.cache, strict=True):
         assert np.array_equal(f64(a.keys_and_values()[0]), f64(b.keys_and_values()[0]))
     assert store.get(ids(20, seed=9), model, tmp_path / "b.kv") is None and not (tmp_path / "b.kv").exists()
+
+
+def test_a_store_without_room_costs_the_caller_nothing(tmp_path: Path) -> None:
+    model, tokens = tiny("qwen3"), ids(2 * CHUNK)
+    with Store(tmp_path / "store", quota=100, chunk=CHUNK) as store:
+        resumed = resume(store, tokens, model)
+    assert resumed.put is None and "is not in the store" in resumed.notes[-1] and "quota of 100" in resumed.notes[-1]
+    want = f64(model.model(mx.array([tokens]))[:, -1])
+    assert np.abs(next_logits(resumed, model) - want).max() < 1e-4

@@ -19,8 +19,8 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtool.service import errors, objects_routes, prompts_routes

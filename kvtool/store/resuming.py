@@ -17,6 +17,7 @@ from kvtool.snapshot import take_states
 from kvtool.states import CacheState
 from kvtool.store.finding import Match
 from kvtool.store.keys import Space
+from kvtool.store.room import StoreFullError
 from kvtool.store.store import PutReport, Store
 from kvtool.store.writing import uncut_reason
 from veloxquant_mlx.caches.coded import CodedKVCache
@@ -69,14 +70,13 @@ def resume(
         model: that goes on.
         codec: of what is put, and then of what is looked for; None goes on with what is found, else puts `rvq-4`.
         calibration: tables for `codec`.
-        put: whether what was run joins the store.
+        put: whether what was run joins the store; where the store has no room or fails, a note says so, and the cache is as good.
         every: of a cache that is kept in one piece (a sliding window's, a recurrent layer's), also keep how it stood after each so many
             tokens, for prompts that begin alike: each time a whole cache.
         decode: as in `Archive.load`.
         progress: called with (tokens done, tokens in all).
     Raises:
         ValueError: no token, or ids outside the vocabulary.
-        StoreFullError, OSError: it does not fit. What was computed is lost to the caller: without `put` nothing is written.
     """
     ids = token_ids(tokens)
     check_ids(model, ids)
@@ -104,10 +104,19 @@ def resume(
     how: dict[str, Any] = (
         {} if target is None else {"codec": target.plan, "calibration": target.calibration, "model": model, "chunk": target.space.chunk}
     )
-    report = None
+    report: PutReport | None = None
+
+    def keep(snapshot: Snapshot) -> PutReport | None:
+        nonlocal notes
+        try:
+            return store.put(snapshot, **how)
+        except (StoreFullError, OSError) as error:
+            notes = (*notes, f"what was run is not in the store: {error}")
+            return None
+
     if restored is None and (every is None or target is None or not target.whole):
         cache = prefill(model, begin, progress=progress)
-        report = None if target is None else store.put(capture(model, cache=cache, tokens=begin), **how)
+        report = None if target is None else keep(capture(model, cache=cache, tokens=begin))
         return Resumed(cache, last, 0, len(begin), report, notes)
     cache = make_prompt_cache(model.model) if restored is None else restored.cache
     if target is None:
@@ -116,7 +125,7 @@ def resume(
         for at in range(usable, len(begin), every or len(begin)):
             stop = min(at + (every or len(begin)), len(begin))
             _run(model, cache, begin[at:stop], progress)
-            report = store.put(capture(model, cache=cache, tokens=begin[:stop]), **how)
+            report = keep(capture(model, cache=cache, tokens=begin[:stop]))
     else:
         growing = [one for one in cache if isinstance(one, CodedKVCache)]
         growths = [one.growth for one in growing]
@@ -124,7 +133,7 @@ def resume(
             # Until they are in the store, the rows to come stay as the model computes them.
             one.growth = None
         _run(model, cache, begin[usable:], progress)
-        report = store.put(_since(model, cache, begin, usable, target.space), **how)
+        report = keep(_since(model, cache, begin, usable, target.space))
         for one, growth in zip(growing, growths, strict=True):
             one.growth = growth
     return Resumed(cache, last, usable, len(begin) - usable, report, notes)
