@@ -1,5 +1,6 @@
 """The page of the service in a real browser: with a keyboard alone, on a phone, with names that are markup."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -47,8 +48,10 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    # A BLAS that is loaded in front of everything ends it.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, env=environment)
         yield opened
         opened.close()
 
