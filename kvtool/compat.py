@@ -38,10 +38,12 @@ def check_identity(path: str, manifest: Manifest, model: ModelInfo, arguments: S
     """
     differ = identity_problems(manifest, model)
     if differ:
+        recode = f"kvtool recode {shlex.quote(path)} -o OUT.kv --to-model {shlex.join(arguments)}"
+        explain = f"kvtool explain {shlex.quote(path)} --model {shlex.join(arguments)}"  # recode alone refuses another tokenizer
         raise IncompatibleError(
             f"computed by {manifest.model.name}, not by {model.name} ({'; '.join(differ)})",
             path=path,
-            hint=f"kvtool recode {shlex.quote(path)} -o OUT.kv --to-model {shlex.join(arguments)}",
+            hint=recode if tokenizer_difference(manifest.model, model) is None else explain,
         )
 
 

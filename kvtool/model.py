@@ -86,10 +86,10 @@ def load_model(source: str | Path, *, dtype: str = "auto", adapter: str | Path |
         # A tokenizer.json that is JSON and no tokenizer raises the bare class.
         if not isinstance(error, UNLOADABLE) and type(error) is not Exception:
             raise
-        what, where = ("this model", folder) if adapter is None else ("this model with this adapter", adapter)
-        raise IncompatibleError(
-            f"mlx-lm cannot load {what}: {error}", path=str(where), hint="check the path, and that mlx-lm supports its model_type"
-        ) from error
+        what, where, hint = "this model", folder, "check the path, and that mlx-lm supports its model_type"
+        if adapter is not None:
+            what, where, hint = "this model with this adapter", Path(adapter), "give the folder that mlx_lm.lora wrote for this model"
+        raise IncompatibleError(f"mlx-lm cannot load {what}: {error}", path=str(where), hint=hint) from error
     name = str(source) if not Path(str(source)).exists() else folder.resolve().name
     info = identify(name, str(config.get("model_type", "unknown")), model, tokenizer, files)
     if default_dtype() and loaded_openblas() is None:

@@ -235,8 +235,9 @@ def test_no_adapter_there(folder: Path, tmp_path: Path) -> None:
         load_model(folder, adapter=tmp_path / "empty")
     own = adapter(folder, tmp_path / "own")
     (own / "adapter_config.json").write_text("{")
-    with pytest.raises(IncompatibleError):
+    with pytest.raises(IncompatibleError) as caught:
         load_model(folder, adapter=own)
+    assert caught.value.hint == "give the folder that mlx_lm.lora wrote for this model"
 
 
 def test_a_live_model_changed_after_it_was_loaded(folder: Path, tmp_path: Path) -> None:
