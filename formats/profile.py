@@ -11,7 +11,7 @@ from formats.manifest import ModelInfo, Node, model_of
 from formats.tables import Kind, digest_of
 
 VERSION = 1
-KIND = Kind("profile", VERSION)
+KIND = Kind("profile", VERSION, sealed=True)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ nothing: arrays are views of the mapped file.
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import blake3
 import numpy as np
 
-from formats.errors import KVError, LayoutError, ManifestError, NotKvtoolError, VersionError
+from formats.errors import DigestError, HeaderError, KVError, LayoutError, ManifestError, NotKvtoolError, VersionError
 from formats.files import naming, opened
 from formats.header import MAX_HEADER, Entry, Header, check_extents, is_tensor_name, parse_entries, parse_json, read_raw
 from formats.manifest import Node
@@ -32,16 +32,31 @@ _ALIGNMENT = 64
 Arrays = Mapping[str, np.ndarray]
 
 
+def _text(header: Mapping[str, Any]) -> str:
+    """The JSON of a header. Not sorted: the metadata comes first, then the arrays as they lie."""
+    return "{" + ",".join(f"{dumps(key)}:{dumps(value)}" for key, value in header.items()) + "}"
+
+
+def _seal(header: Mapping[str, Any], data: Sequence[memoryview]) -> str:
+    """blake3 of a header without its digest, and of the arrays."""
+    bare = {name: value for name, value in header["__metadata__"].items() if name != "blake3"}
+    total = blake3.blake3(_text({**header, "__metadata__": bare}).encode())
+    for part in data:
+        total.update(part)
+    return total.hexdigest()
+
+
 class Kind:
     """One kind of such files.
 
     Args:
         word: what it is called in messages, and the field of the metadata that holds the description.
         version: newest that this program reads.
+        sealed: whether the file holds the digest of its own header and arrays, because nobody else names it by one.
     """
 
-    def __init__(self, word: str, version: int) -> None:
-        self.word, self.version, self.format = word, version, f"kvtool-{word}"
+    def __init__(self, word: str, version: int, *, sealed: bool = False) -> None:
+        self.word, self.version, self.format, self.sealed = word, version, f"kvtool-{word}", sealed
 
     def to_bytes(self, body: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
         """A file as bytes; the caller reads it back.
@@ -61,8 +76,9 @@ class Kind:
             array = stored[name]
             header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
             end += array.nbytes
-        # Not sorted: the metadata comes first, then the arrays as they lie.
-        text = "{" + ",".join(f"{dumps(key)}:{dumps(value)}" for key, value in header.items()) + "}"
+        if self.sealed:
+            header["__metadata__"]["blake3"] = _seal(header, [memoryview(stored[name].tobytes()) for name in order])
+        text = _text(header)
         raw = text.encode().ljust(-(-(8 + len(text.encode())) // _ALIGNMENT) * _ALIGNMENT - 8, b" ")
         if len(raw) > MAX_HEADER or 8 + len(raw) + end > MAX_BYTES:
             raise ValueError(
@@ -92,6 +108,8 @@ class Kind:
             check_extents(header, size, problems, in_order=True)
         if problems:
             raise problems[0]
+        if self.sealed and (unknown := sorted(set(header.metadata) - {"format", self.word, "blake3"})):
+            raise HeaderError(f"header: __metadata__ of a {self.word} has the unknown fields {unknown}"[:200])
         root = Node(loads(header.metadata.get(self.word, ""), self.word))
         version = root.key("version").integer(1)
         if version > self.version:
@@ -109,6 +127,11 @@ class Kind:
             raise NotKvtoolError(f"not a {self.word}: {len(view)} bytes do not begin as a safetensors file")
         raw = bytes(view[: 8 + int.from_bytes(view[:8], "little")])
         header, root = self.header(raw, len(view))
+        if "blake3" in header.metadata:
+            found = _seal(parse_json(raw), [view[len(raw) :]])
+            if found != header.metadata["blake3"]:
+                what = f"header and arrays have the digest {found[:16]}, and {header.metadata['blake3'][:16]} is recorded"
+                raise DigestError(what, hint=f"make the {self.word} again, or copy it again")
         arrays = {name: self._array(name, e, view[len(raw) + e.begin : len(raw) + e.end]) for name, e in header.entries.items()}
         return root, arrays
 

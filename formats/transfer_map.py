@@ -14,7 +14,7 @@ from formats.model_info import model_json
 from formats.tables import Kind, digest_of
 
 VERSION = 1
-KIND = Kind("map", VERSION)
+KIND = Kind("map", VERSION, sealed=True)
 FLOATS = ("<f2", "<f4")
 
 
