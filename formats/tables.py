@@ -37,7 +37,7 @@ def _text(header: Mapping[str, Any]) -> str:
     return "{" + ",".join(f"{dumps(key)}:{dumps(value)}" for key, value in header.items()) + "}"
 
 
-def _seal(header: Mapping[str, Any], data: Sequence[memoryview]) -> str:
+def _seal(header: Mapping[str, Any], data: Sequence[bytes | memoryview]) -> str:
     """blake3 of a header without its digest, and of the arrays."""
     bare = {name: value for name, value in header["__metadata__"].items() if name != "blake3"}
     total = blake3.blake3(_text({**header, "__metadata__": bare}).encode())
@@ -76,15 +76,16 @@ class Kind:
             array = stored[name]
             header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
             end += array.nbytes
+        data = [stored[name].tobytes() for name in order]
         if self.sealed:
-            header["__metadata__"]["blake3"] = _seal(header, [memoryview(stored[name].tobytes()) for name in order])
+            header["__metadata__"]["blake3"] = _seal(header, data)
         text = _text(header)
         raw = text.encode().ljust(-(-(8 + len(text.encode())) // _ALIGNMENT) * _ALIGNMENT - 8, b" ")
         if len(raw) > MAX_HEADER or 8 + len(raw) + end > MAX_BYTES:
             raise ValueError(
                 f"[{self.word}] header and arrays must have at most {MAX_HEADER} and {MAX_BYTES} bytes, got {len(raw)}, {end}."
             )
-        return b"".join([len(raw).to_bytes(8, "little"), raw, *(stored[name].tobytes() for name in order)])
+        return b"".join([len(raw).to_bytes(8, "little"), raw, *data])
 
     def tensor_name(self, *words: str) -> str:
         """Words joined by colons.

@@ -6,8 +6,8 @@ import click
 
 from formats.errors import KVError
 from kvtool.cli._common import emit, json_option
+from kvtool.service.tenants import RIGHTS, made, read, write
 
-RIGHTS = ("read", "write", "operate")
 file_option = click.option(
     "--file", "path", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="The file of tenants."
 )
@@ -42,8 +42,6 @@ def add(name: str, path: Path, rights: tuple[str, ...], as_json: bool) -> None:
     Example:
       kvtool tenants add ana --file tenants.json
     """
-    from kvtool.service.tenants import made, read, write
-
     known = read(path) if path.exists() else []
     if any(tenant.name == name for tenant in known):
         raise KVError(f"there is a tenant {name!r}", path=str(path), hint=f"kvtool tenants rm {name} --file {path} takes its token away")
@@ -62,8 +60,6 @@ def ls(path: Path, as_json: bool) -> None:
     Example:
       kvtool tenants ls --file tenants.json
     """
-    from kvtool.service.tenants import read
-
     tenants = [{"name": t.name, "rights": list(t.rights), "folder": t.folder} for t in read(path)]
     emit(as_json, {"tenants": tenants}, "\n".join(f"{t['name']}  {' '.join(t['rights'])}  {t['folder']}" for t in tenants))
 
@@ -79,8 +75,6 @@ def rm(name: str, path: Path, as_json: bool) -> None:
     Example:
       kvtool tenants rm ana --file tenants.json
     """
-    from kvtool.service.tenants import read, write
-
     known = read(path)
     gone = next((tenant for tenant in known if tenant.name == name), None)
     if gone is None:
