@@ -48,6 +48,8 @@ _KEEP_BELOW = 0.85
 _SAMPLE = 1 << 16
 _MAX_WINDOW = 1 << 27
 _THREADED = 1 << 20  # bytes from which threads hash faster than one does
+_AHEAD = 1 << 18  # bytes from which another thread's hashing is worth its hand-over
+_READERS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)  # threads that hash
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,8 @@ class Reader:
             self.file_bytes = size
             self.header_bytes = found.header_bytes
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+        self._threads: ThreadPoolExecutor | None = None
+        self._ahead: dict[str, Future[None]] = {}
 
     def __enter__(self) -> "Reader":
         return self
@@ -327,8 +331,23 @@ class Reader:
 
     def close(self) -> None:
         """Release the file; the mapping itself lives as long as an array that shows it."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
         with contextlib.suppress(BufferError):
             self._map.close()
+
+    def verify_ahead(self, names: Sequence[str]) -> None:
+        """Begin to compare digests of tensors, in threads and in this order; `array` waits for that of the tensor it is asked for.
+
+        Args:
+            names: keys of `tensors` that will be asked for soon. Small ones are left to `array`.
+        """
+        large = [self.tensors[name] for name in names if self.tensors[name].padded >= _AHEAD]
+        if large and self._threads is None:
+            self._threads = ThreadPoolExecutor(_READERS, "kvtool-verify")
+        for info in large:
+            assert self._threads is not None
+            self._ahead[info.name] = self._threads.submit(check_digest, self._map, info)
 
     def array(self, name: str, *, verify: bool = True) -> np.ndarray:
         """One tensor in its logical shape, read-only: a view of the mapped file, or decompressed if it is zstd.
@@ -343,7 +362,10 @@ class Reader:
             IntegrityError: digest, padding or zstd frame is wrong.
         """
         with naming(self.path):
-            return tensor_array(self._map, self.tensors[name], verify=verify)
+            ahead = self._ahead.pop(name, None) if verify else None
+            if ahead is not None:
+                ahead.result()
+            return tensor_array(self._map, self.tensors[name], verify=verify and ahead is None)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[Defect]:
         """Read every tensor with its checks, one at a time, and return those that fail.
@@ -374,17 +396,22 @@ def open_container(path: str | os.PathLike[str]) -> Reader:
     return Reader(path)
 
 
+def check_digest(data: "mmap.mmap | memoryview", info: TensorInfo, threads: int = 1) -> None:
+    """Raise DigestError unless the stored bytes of a tensor have the digest that is recorded."""
+    stored = np.frombuffer(data, np.uint8, info.padded, info.offset)
+    digest = blake3.blake3(stored.data, max_threads=threads).hexdigest()
+    if digest != info.blake3:
+        raise DigestError(f"tensor {info.name!r} has digest {digest}, recorded is {info.blake3}")
+
+
 def tensor_array(data: "mmap.mmap | memoryview", info: TensorInfo, *, verify: bool = True) -> np.ndarray:
     """One tensor out of the bytes of a file; see `Reader.array`."""
     if info.bytes == 0 and info.padded == 0:
         return np.zeros(info.shape, NUMPY[info.dtype])
-    stored = np.frombuffer(data, np.uint8, info.padded, info.offset)
     if verify:
-        threads = blake3.blake3.AUTO if info.padded >= _THREADED else 1
-        digest = blake3.blake3(stored.data, max_threads=threads).hexdigest()
-        if digest != info.blake3:
-            raise DigestError(f"tensor {info.name!r} has digest {digest}, recorded is {info.blake3}")
-    if stored[info.stored :].any():
+        check_digest(data, info, blake3.blake3.AUTO if info.padded >= _THREADED else 1)
+    stored = np.frombuffer(data, np.uint8, info.padded, info.offset)
+    if info.padded > info.stored and stored[info.stored :].any():
         raise PaddingError(f"tensor {info.name!r}: the {info.padded - info.stored} padding bytes are not all zero")
     if info.encoding == "zstd":
         plain = np.frombuffer(_decompress(stored[: info.stored].data, info), np.uint8)

@@ -410,6 +410,7 @@ class Archive:
         placed = placements(self.decoder, model.model, probes)
         if decode:
             placed = [replace(p, codes=False, reason="asked for", grows=None) if p.codes else p for p in placed]
+        self.reader.verify_ahead([name for i, p in enumerate(placed) if p.codes for name in self.decoder.coded_tensors(str(i))])
         casts: list[str] = []
         cache: list[Any] = []
         for i, (probe, placement) in enumerate(zip(probes, placed, strict=True)):

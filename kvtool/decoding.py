@@ -60,6 +60,7 @@ class Decoder:
         self._bare: dict[int, Codec] = {}
         self._kept: dict[tuple[str, str, Span], mx.array] = {}
         self._followed: set[str] | None = None
+        self._ropes: dict[int, RopeSpec | None] = {}
 
     def cache(self, name: str) -> CacheState:
         """State of the cache "3", or "3.1" in a list, with K and V decoded (mlx-lm's own quantised triplets stay as they are).
@@ -138,7 +139,11 @@ class Decoder:
         """Raise ManifestError unless a segment's tensors have the dtypes and shapes that its rows ask for; reads none of them."""
         if self.reader.manifest.codecs[segment.codec].id == MLX_AFFINE:
             _check_triplet(self.reader, about, segment)
-            return
+        else:
+            self._dtypes(about, segment)
+
+    def _dtypes(self, about: Role, segment: Segment) -> dict[str, str]:
+        """The stored dtype of each part of a segment, not of mlx-lm's own codes; else as `_check`."""
         codec = self.codec(segment.codec)
         if not takes_dim(codec, about.dim):
             raise ManifestError(f"codec {codec.id} does not take head_dim {about.dim}", path=self.reader.path)
@@ -147,6 +152,7 @@ class Decoder:
         if isinstance(codec, Raw) and dtypes["data"] != about.dtype and (dtypes["data"], about.dtype) != ("F16", "F32"):
             raise ManifestError(f"rows of a {about.dtype} cache are stored as {dtypes['data']}", path=self.reader.path)
         self._rope(about, segment)
+        return dtypes
 
     def _pieces(self, name: str, role: str, segment: Segment, positions: Positions) -> Iterator[tuple[int, mx.array]]:
         """(row they begin at, rows) of one segment, in order and evaluated."""
@@ -183,9 +189,8 @@ class Decoder:
         """
         about = self._about(name, role)
         assert about is not None
-        self._check(about, segment)
+        dtypes = self._dtypes(about, segment)
         codec, shape = self.codec(segment.codec), (about.heads, segment.rows[1] - segment.rows[0], about.dim)
-        dtypes = part_dtypes(self.reader, segment, codec, shape)
         parts: dict[str, mx.array | Mapped] = {}
         for part, dtype in dtypes.items():
             array = self.reader.array(segment.tensors[part])
@@ -203,6 +208,11 @@ class Decoder:
             error.path = error.path or self.reader.path
             raise
         return rows
+
+    def coded_tensors(self, name: str) -> list[str]:
+        """Tensors that `coded` reads for a cache, in the order in which a load asks for them."""
+        roles = (self._about(name, role) for role in "kv")
+        return [tensor for about in roles if about is not None for segment in about.segments for tensor in segment.tensors.values()]
 
     def codec(self, index: int) -> Codec:
         """The codec at an index of the file's table, with its tables.
@@ -243,7 +253,9 @@ class Decoder:
         """The rotation to apply to a segment's decoded rows, or None."""
         if segment.frame != "pre":
             return None
-        rope = rope_of(self.reader, about.rope)
+        if about.rope is not None and about.rope not in self._ropes:
+            self._ropes[about.rope] = rope_of(self.reader, about.rope)
+        rope = None if about.rope is None else self._ropes[about.rope]
         if rope is None or rope.first + rope.dims > about.dim:
             what = "no RoPE" if rope is None else f"RoPE on entries {rope.first} to {rope.first + rope.dims}"
             raise ManifestError(f"rows are stored before RoPE, but the file has {what} for head_dim {about.dim}", path=self.reader.path)
