@@ -17,8 +17,8 @@ import pytest
 
 from tests.test_coded import assert_close, bias_of, queries, rows_of_block, stacked
 from veloxquant_mlx import native
-from veloxquant_mlx.caches.blocks import Block, _angles, half_split
-from veloxquant_mlx.caches.visibility import Visibility
+from veloxquant_mlx.caches.blocks import Block
+from veloxquant_mlx.transfer.rope import cos_sin
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "veloxquant_mlx" / "native" / "src"
@@ -132,10 +132,15 @@ class Recorder:
 
 @dataclass
 class Case:
-    """A causal problem of `count` queries of 3 heads to each of 2 KV heads."""
+    """A causal problem of `count` queries of 3 heads to each of 2 KV heads.
+
+    Attributes:
+        seen: a mask besides: its type (0 bool, 1 to 3 added, in float32, float16 and bfloat16), or None.
+    """
 
     block: Block
     count: int
+    seen: int | None = None
 
     def written(self) -> bytes:
         block, rope = self.block, self.block.k.rope
@@ -143,15 +148,24 @@ class Case:
             patch.setattr(native, "stored", Recorder)
             patch.setattr(native, "max_dim", lambda: 512)
             sides = [block.k.reader.stored.written(), block.v.reader.stored_beside(block.k.reader).written()]
-        q, angles = self.q(), None
-        if rope is not None:
-            q, angles = half_split(q, rope), np.array(_angles(rope, block.first, block.stop))
-        bounds = Visibility.of("causal", 6, 2, self.count, block.count).bounds(0, block.count)
-        assert bounds is not None
+        q, angles = self.q(), None if rope is None else np.array(cos_sin(rope, block.first, block.stop))
+        at = np.tile(np.arange(block.count - self.count, block.count), 3)
         half = 0 if angles is None else angles.shape[1] // 2
-        seen = b"".join(array(x.astype(np.int32)) for x in bounds)
-        first = 0 if rope is None else rope.first
-        return b"".join(sides) + numbers(q.shape[1]) + array(np.array(q)) + seen + numbers(first, half) + array(angles)
+        seen = b"".join(array(x.astype(np.int32)) for x in (np.zeros_like(at), np.clip(at + 1, 0, block.count)))
+        turn = (0, 0, 0) if rope is None else (rope.first, half, rope.pairing == "interleaved")
+        return b"".join(sides) + numbers(q.shape[1]) + array(np.array(q)) + seen + numbers(*turn) + array(angles) + self.mask()
+
+    def hidden(self) -> mx.array:
+        """The mask, (6, Q, S)."""
+        kind = ("bool a head", "added a head", "added a head", "added a head")[self.seen or 0]
+        mask = bias_of(kind, self.count, self.block.count)[0]
+        return mask[0].astype((mx.bool_, mx.float32, mx.float16, mx.bfloat16)[self.seen or 0])
+
+    def mask(self) -> bytes:
+        if self.seen is None:
+            return numbers(0) + array(None)
+        mask = self.hidden()
+        return numbers(self.seen) + array(np.array(mask.view(mx.uint16) if mask.dtype == mx.bfloat16 else mask))
 
     def q(self) -> mx.array:
         return stacked(queries(self.count, dim=self.block.k.shape[2]), 2)
@@ -163,6 +177,9 @@ class Case:
         with native.without():
             plain = [np.array(x) for x in block.rows()]
         _, bias = bias_of("causal", count, block.count, 0)
+        if self.seen is not None:
+            mask = self.hidden()
+            bias = bias + (np.where(np.array(mask), 0, -np.inf) if mask.dtype == mx.bool_ else np.array(mask.astype(mx.float32)))
         assert_close(mx.array(out), mx.array(lse), queries(count, dim=block.k.shape[2]), rows_of_block(block), plain, bias)
         for coded in (block.k, *([] if block.v.codec.needs else [block.v])):
             wanted = np.array(coded.codec.decode(coded.parts, coded.shape, mx.float32))

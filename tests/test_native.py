@@ -11,12 +11,13 @@ import pytest
 from tests import tc_cases
 from tests.test_coded import GROUPS, assert_close, attention, bias_of, block_of, queries, rows_of_block, sample, stacked
 from veloxquant_mlx import native
-from veloxquant_mlx.caches.blocks import NATIVE_ROWS, Block, CodedRows
+from veloxquant_mlx.caches.blocks import Block, CodedRows, native_parts
 from veloxquant_mlx.caches.coded import Growth
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import parse_codec, tc_reading
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.tc import Tc
+from veloxquant_mlx.native import attending
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 pytestmark = pytest.mark.skipif(not native.built(), reason="the native back end was not built")
@@ -82,7 +83,7 @@ def test_is_attention_to_the_decoded_rows(level: str, spec: str) -> None:
             q = queries(count, dim=dim)
             mask, bias = bias_of(kind, count, block.count + 3, window)
             seen = Visibility.of(mask, 6, 2, count, block.count + 3, window)
-            assert block._native(stacked(q, 2), seen, 3) is not None  # and is what `attend` gives:
+            assert block.part is not None  # so that `attend` is by it
             out, lse = block.attend(stacked(q, 2), seen, 3, 64)
             with native.without():
                 plain = [np.array(x) for x in block.rows()]
@@ -104,7 +105,7 @@ def test_any_number_of_queries(level: str, rows: int) -> None:
 @pytest.mark.parametrize("rope", ["none", "partial"])
 def test_prompts_after_coded_rows(level: str, rope: str) -> None:
     """More queries than one call takes, the last call's no multiple of four; each sees other rows."""
-    count = 2 * NATIVE_ROWS // GROUPS + 11
+    count = 2 * attending.most_rows() // GROUPS + 11
     block = made("k=rvq-4,v=rvq-3", 64, rope, 150)
     q = queries(count, dim=64)
     for kind, columns, window in (("causal", 100 + count, 0), ("causal", 150 + count, 120), ("none", 150 + count, 0)):
@@ -213,12 +214,15 @@ def test_nan_and_infinity(level: str) -> None:
 
 
 def test_what_it_leaves_to_mlx() -> None:
-    block, q = made("rvq-4", 16, "none", 40), stacked(queries(1, dim=16), 2)
-    assert block._native(q, Visibility(1, GROUPS, 40), 0) is not None
-    assert block._native(q, Visibility(1, GROUPS, 40, mask=mx.ones((1, 3, 40), mx.bool_)), 0) is None
-    assert block_of("qjl", sample(64))._native(q, Visibility(1, GROUPS, 64), 0) is None
+    block, other, q = made("rvq-4", 16, "none", 40), block_of("qjl", sample(64)), stacked(queries(1, dim=16), 2)
+    assert native_parts([block, other]) == ([block.part], [other]) and other.part is None
     with native.without():
-        assert block._native(q, Visibility(1, GROUPS, 40), 0) is None
+        assert native_parts([block]) == ([], [block])
+        before = native.calls()
+        block.attend(q, Visibility(1, GROUPS, 40), 0, 64)
+        assert native.calls() == before
+    block.attend(q, Visibility(1, GROUPS, 40, mask=mx.ones((1, 1, 1, 40), mx.bool_)), 0, 64)
+    assert native.calls() > before
 
 
 @pytest.mark.parametrize("wild", [64.0, 0.5])
@@ -231,7 +235,7 @@ def test_values_predicted_from_keys_of_another_mean(level: str, wild: float, mon
     block = Block(block.k, CodedRows(block.v.codec, parts, block.v.shape, block.v.dtype), block.count, block.first)
     monkeypatch.setattr(tc_reading, "WILD", wild)
     q, seen = queries(3, dim=64), Visibility.of("causal", 6, 2, 3, 150)
-    assert (block._native(stacked(q, 2), seen, 0) is not None) == (wild == 64)
+    assert (block.part is not None) == (wild == 64)
     out, lse = block.attend(stacked(q, 2), seen, 0, 64)
     with native.without():
         plain = [np.array(x) for x in block.rows()]
@@ -267,18 +271,35 @@ def test_refuses_what_does_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    block, q = made("rvq-4", 16, "half", 40), mx.zeros((2, 3, 16))
+    block, q = made("rvq-4", 16, "half", 40), mx.zeros((1, 6, 1, 16))
     k, v = block.k.reader.stored, block.v.reader.stored
-    none, every = np.zeros(3, np.int32), np.full(3, 40, np.int32)
-    for where, message in (((1, 0, 40), "keys must be rows within 40, but got 1 to 41"), ((0, -1, 40), "values must be rows within 40")):
+    for how, message in (
+        (((1, 0, 40), 0), "keys must be rows within 40, but got 1 to 41"),
+        (((0, -1, 40), 0), "values must be rows within 40"),
+        (((0, 0, 40), 0, ([mx.zeros((39, 16))], 0)), "angles must be rows within 39, but got 0 to 40"),
+        (((0, 0, 40), 0, ([mx.zeros((40, 16))], 0), 2), "angles must be of entries within D = 16, but got 2 to 18"),
+    ):
         with pytest.raises(ValueError, match=message):
-            native.attend(q, k, v, *where, (none, every))
-    with pytest.raises(ValueError, match=r"q must be \(2, 3, 16\), but got \(2, 3, 8\)"):
-        native.attend(q[..., :8], k, v, 0, 0, 40, (none, every))
-    with pytest.raises(ValueError, match=r"angles must be \(40, 16\), but got \(39, 16\)"):
-        native.attend(q, k, v, 0, 0, 40, (none, every), mx.zeros((39, 16)))
-    with pytest.raises(ValueError, match="angles must be of entries within D"):
-        native.attend(q, k, v, 0, 0, 40, (none, every), mx.zeros((40, 16)), 2)
+            attending.part(k, v, *how)
+    shared, tail, sight = attending.Shared((0,), (0,), (attending.part(k, v, (0, 0, 40), 0),)), mx.zeros((1, 2, 3, 16)), attending.Sight(40)
+    for given, message in (
+        ((q[..., :8], 2, [shared], None, sight), r"parts must be of \(H, D, D_v\) = \(2, 8, 16\), but got \(2, 16, 16\)"),
+        ((q, 4, [shared], None, sight), r"q must be \(B, H_q, Q, D\) with H_q a multiple of 4"),
+        ((q, 3, [shared], None, sight), r"parts must be of \(H, D, D_v\) = \(3, 16, 16\)"),
+        ((q, 2, [], None, sight), "parts must be one or more, but got none"),
+        ((q, 2, [shared._replace(columns=(1,))], None, sight), "parts must be at columns 0 to 40, but got 1 to 41"),
+        ((q, 2, [shared._replace(columns=(-1,))], None, sight), "parts must be at columns 0 to 40, but got -1 to 39"),
+        ((q, 2, [shared._replace(owners=(1,))], None, sight), "owners must be ascending, below 1, but got 1"),
+        ((q, 2, [shared._replace(columns=())], None, sight), "owners must be one or more, each with its column"),
+        ((q, 2, [shared], attending.Tail(tail, tail[:, :, :2], (0,)), sight), r"tail must be keys and values \(1, H, T, D\)"),
+        ((q, 2, [shared], attending.Tail(tail, tail, (4,)), sight), "starts must be 0 to 3, but got 4"),
+        ((q, 2, [shared], None, sight._replace(window=-1)), "window must be at least 0, but got -1"),
+        ((q, 2, [shared], None, sight._replace(mask=mx.zeros((1, 2, 1, 40)))), r"mask must be \(1, 6, 1, 40\), but got \(1, 2, 1, 40\)"),
+        ((q, 2, [shared], None, sight._replace(mask=mx.zeros((1, 1, 1, 40), mx.int32))), "mask must be uint8 of bool, float32"),
+        ((q, 2, [shared], None, sight, mx.zeros(5)), r"sinks must be \(6\), but got \(5\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attending.attend(*given)
 
 
 def _in_child(queue: "multiprocessing.Queue[bool]", stored: object, wanted: np.ndarray) -> None:

@@ -26,9 +26,10 @@ def compiler_of_this_machine() -> str | None:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Every codec, head sizes with and without an odd factor, each kind of rotation, blocks of 1, 2 and 4 queries."""
+    """Every codec, head sizes with and without an odd factor, each kind of rotation and mask, blocks of 1, 2 and 4 queries."""
     dims, ropes = (64, 80, 96, 128), ("none", "half", "partial")
-    return [Case(made(spec, dims[i % 4], ropes[i % 3], 90), (1, 3)[i % 2]) for i, spec in enumerate(SPECS)]
+    plain = [Case(made(spec, dims[i % 4], ropes[i % 3], 90), (1, 3)[i % 2]) for i, spec in enumerate(SPECS)]
+    return plain + [Case(made(spec, 80, "half", 90), 3, seen) for seen in range(4) for spec in ("rvq-4", "tc-2")]
 
 
 @needs_arm

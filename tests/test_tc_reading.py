@@ -95,7 +95,7 @@ def test_queries_that_see_a_part_or_nothing() -> None:
     k, key_parts, v, value_parts, keys, values = coded("tc-2", 150)
     positions, at = np.arange(150), np.array([-1, 0, 63, 64, 120, 149])
     q = queries(6)
-    mask = mx.array(np.tile(at[:, None] >= positions, (GROUP, 1))[None])
+    mask = mx.array((at[:, None] >= positions)[None, None])
     for tile in (32, 64, 160):
         got = attend(q, k, key_parts, v, value_parts, 0, 150, ROPE, Visibility(6, GROUP, 150, mask=mask), tile)
         check(got, oracle(q, keys, values, positions, ROPE, at), values)

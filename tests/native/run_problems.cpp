@@ -2,6 +2,8 @@
 //
 // IN holds 64-bit integers and arrays, each after its size in bytes, in the order that `problem` reads them; OUT (H, R, D_v) results,
 // (H, R) log-sum-exps, then both sides' decoded rows, float32, problem after problem.
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -122,7 +124,13 @@ void problem(const Level& level, Pool& pool, Input& in, FILE* to) {
   p.keys = rows_of(in), p.values = rows_of(in);
   p.count = p.keys.count, p.rows = int(in.number());
   p.q = in.array<float>(), p.first = in.array<int32_t>(), p.stop = in.array<int32_t>();
-  p.rope_first = int(in.number()), p.half = int(in.number()), p.angles = in.array<float>();
+  p.rope_first = int(in.number()), p.half = int(in.number()), p.paired = in.number() != 0, p.angles = in.array<float>();
+  p.seen = Seen(in.number());
+  const uint8_t* mask = in.array<uint8_t>();
+  std::vector<const uint8_t*> masks;  // a row for each query of each head
+  const int64_t wide = int64_t(p.count) * (p.seen == Seen::BOOL ? 1 : p.seen == Seen::FLOAT32 ? 4 : 2);
+  for (int i = 0; mask && i < p.keys.heads * p.rows; i++) masks.push_back(mask + i * wide);
+  p.mask = mask ? masks.data() : nullptr;
   p.padded_rows = p.rows < 3 ? p.rows : (p.rows + 3) / 4 * 4;
   p.dim = (p.keys.dim + 15) / 16 * 16, p.dim_v = (p.values.dim + 15) / 16 * 16;
   p.chunk = 64, p.chunks = (p.count + p.chunk - 1) / p.chunk;
@@ -131,8 +139,8 @@ void problem(const Level& level, Pool& pool, Input& in, FILE* to) {
   p.span = 32;
   const size_t every = size_t(heads) * p.padded_rows;
   const size_t scratch = predicted ? level.attend_components_scratch(p) : level.attend_scratch(p);
-  std::vector<float> a, b, c, d, e, f, out(size_t(heads) * p.rows * p.values.dim), lse(size_t(heads) * p.rows);
-  p.turned = aligned(a, every * p.dim), p.by_mean = aligned(b, every), p.out = out.data(), p.lse = lse.data();
+  std::vector<float> a, b, c, d, e, f, out(size_t(heads) * p.rows * p.values.dim), lse(size_t(heads) * p.rows), total(lse.size());
+  p.turned = aligned(a, every * p.dim), p.by_mean = aligned(b, every);
   p.sums = aligned(c, every * p.chunks * p.dim_v), p.states = aligned(d, every * p.chunks * 3);
   float* scratches = aligned(e, scratch * pool.threads());
   if (predicted) p.shared = aligned(f, size_t(heads) * p.rows * p.chunks * ((p.keys.components.first[heads] + 15) / 16 * 16));
@@ -141,9 +149,13 @@ void problem(const Level& level, Pool& pool, Input& in, FILE* to) {
     pool.run(p.chunks, [&](int i, int thread) { level.attend_components(p, i, scratches + scratch * thread); });
   else
     pool.run(heads * p.chunks, [&](int i, int thread) { level.attend(p, i % heads, i % heads + 1, i / heads, scratches + scratch * thread); });
-  for (int head = 0; head < heads; head++) {
-    level.finish(p, head);
-    if (predicted) level.add_predicted(p, head);
+  const Found found{&p, 0};
+  std::fill(lse.begin(), lse.end(), -INFINITY);
+  const Merging m{&found, 1, 1, p.rows, 0, p.rows, out.data(), lse.data(), total.data()};
+  for (int head = 0; head < heads; head++) level.merge(m, head);
+  for (size_t i = 0; i < lse.size(); i++) {
+    for (int d = 0; d < p.values.dim; d++) out[i * p.values.dim + d] /= total[i] == 0 ? 1 : total[i];
+    lse[i] += std::log(total[i]);
   }
   put(to, out), put(to, lse);
   decoded(level, p.keys, to);

@@ -20,9 +20,11 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache, _BaseCache, dynamic_roll
 
-from veloxquant_mlx.caches.blocks import Block, attend, merged, tile_tokens
+from veloxquant_mlx.caches.blocks import Block, attend, merged, native_in_use, native_parts, tile_tokens
 from veloxquant_mlx.caches.hook import hold
 from veloxquant_mlx.caches.visibility import BatchVisibility
+from veloxquant_mlx.native import attending
+from veloxquant_mlx.native.attending import Shared, Sight, Tail
 
 STEP = 64  # columns that the tails' buffers grow by
 EXACT = 1024  # rows that leave the tail together, as they are, where nothing says how to encode them: one long row pads all others
@@ -95,16 +97,39 @@ class BatchFetched:
                 f"[attention] queries must be ({len(self.rows)}, H_q, Q, D) with H_q a multiple of {kv_heads}, "
                 f"but got {tuple(queries.shape)}."
             )
-        groups, start = heads // kv_heads, self.length - columns
-        mask = self._whole(mask, heads, count)
+        start = self.length - columns
+        given = self._given(mask, heads, count)
         if not self.window and not any(row.blocks for row in self.rows):
-            near = mask[..., start:]
+            near = self._whole(given, isinstance(mask, str), count)[..., start:]
             return mx.fast.scaled_dot_product_attention(queries, self.keys, self.values, scale=scale, mask=near, sinks=sinks)
-        q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, groups * count, dim)
-        tile = tile_tokens(kv_heads, dim)
+        q = queries.astype(mx.float32) * scale
+        shared, rest, tail = [], {}, None
+        for owners, blocks in self._shared().items():
+            parts, others = native_parts(blocks)
+            shared += [Shared(owners, [self.rows[owner].left for owner in owners], parts)] if parts else []
+            rest |= {owners: others} if others else {}
+        if native_in_use(dim, self.values.shape[3]):
+            tail = Tail(self.keys, self.values, [row.left + row.first - start for row in self.rows])
+        found = []
+        if shared or tail is not None:
+            sight = Sight(self.length, isinstance(mask, str), self.window, given)
+            found.append(attending.attend(q, kv_heads, shared, tail, sight, sinks))
+        if rest or tail is None:
+            whole = self._whole(given, isinstance(mask, str), count)
+            found.append(self._by_tiles(q, whole, rest, tail is None, None if found else sinks))
+        return merged(found)[0].astype(queries.dtype)
+
+    def _by_tiles(
+        self, q: mx.array, mask: mx.array, shared: dict[tuple[int, ...], list[Block]], tails: bool, sinks: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
+        """Attention by MLX to blocks, and to the tails where asked for: (B, H_q, Q, D_v) and (B, H_q, Q)."""
+        batch, heads, count, dim = q.shape
+        kv_heads, columns = self.keys.shape[1:3]
+        groups, tile = heads // kv_heads, tile_tokens(kv_heads, dim)
+        q = q.reshape(batch, kv_heads, groups * count, dim)
         found: list[tuple[mx.array, mx.array]] = []  # (n, H, G Q, D_v) and (n, H, G Q): attention of rows to some of what they hold
         places: list[list[int]] = [[] for _ in self.rows]  # of each row in these
-        for owners, blocks in self._shared().items():
+        for owners, blocks in shared.items():
             of = mx.array(owners)
             lefts = tuple(self.rows[owner].left for owner in owners)
             seen = BatchVisibility(mask[of], lefts, kv_heads, groups, self.window)
@@ -112,7 +137,8 @@ class BatchFetched:
             out, lse = attend(((block, block.first) for block in blocks), own, seen, tile)
             rows = (kv_heads, len(owners), groups * count)
             self._put(found, places, owners, out.reshape(*rows, -1).swapaxes(0, 1), lse.reshape(rows).swapaxes(0, 1))
-        self._put(found, places, range(batch), *self._tails(q, mask[..., start:], groups))
+        if tails:
+            self._put(found, places, range(batch), *self._tails(q, mask[..., self.length - columns :], groups))
         outs, lses = (mx.concatenate(x) for x in zip(*found, strict=True))
         # The last place is of attention to nothing: rows have unlike numbers of parts.
         none = outs.shape[0]
@@ -124,26 +150,33 @@ class BatchFetched:
         if sinks is not None:
             score = mx.broadcast_to(sinks.astype(mx.float32).reshape(1, kv_heads, groups, 1), (batch, kv_heads, groups, count))
             parts.append((mx.zeros_like(parts[0][0]), score.reshape(batch, kv_heads, -1)))
-        return merged(parts)[0].reshape(batch, heads, count, -1).astype(queries.dtype)
+        out, lse = merged(parts)
+        return out.reshape(batch, heads, count, -1), lse.reshape(batch, heads, count)
 
-    def _whole(self, mask: mx.array | str | None, heads: int, queries: int) -> mx.array:
-        """The mask as (B, H_q or 1, Q, columns)."""
-        batch = len(self.rows)
+    def _given(self, mask: mx.array | str | None, heads: int, queries: int) -> mx.array | None:
+        """An array's mask as (B or 1, H_q or 1, Q or 1, columns or 1), else None."""
         if not isinstance(mask, mx.array):
             if mask not in (None, "causal"):
                 raise ValueError(f"[attention] mask must be None, 'causal' or an array, but got {mask!r}.")
-            column = mx.arange(self.length)
-            seen = column >= mx.array([row.left for row in self.rows])[:, None, None, None]
-            if mask == "causal":
-                seen = seen & (column <= mx.arange(self.length - queries, self.length)[:, None])
-            return mx.broadcast_to(seen, (batch, 1, queries, self.length))
+            return None
         if self.window and mask.shape[-1] > self.length:
             mask = mask[..., -self.length :]  # columns that left the window since the mask was made
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-        wanted = (batch, heads, queries, self.length)
+        wanted = (len(self.rows), heads, queries, self.length)
         if mask.ndim > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
             raise ValueError(f"[attention] mask must broadcast to (B, H_q, Q, S) = {wanted}, but got {tuple(mask.shape)}.")
-        return mx.broadcast_to(mask.reshape(shape), (batch, shape[1], queries, self.length))
+        return mask.reshape(shape)
+
+    def _whole(self, given: mx.array | None, causal: bool, queries: int) -> mx.array:
+        """The mask as (B, H_q or 1, Q, columns)."""
+        batch = len(self.rows)
+        if given is not None:
+            return mx.broadcast_to(given, (batch, given.shape[1], queries, self.length))
+        column = mx.arange(self.length)
+        seen = column >= mx.array([row.left for row in self.rows])[:, None, None, None]
+        if causal:
+            seen = seen & (column <= mx.arange(self.length - queries, self.length)[:, None])
+        return mx.broadcast_to(seen, (batch, 1, queries, self.length))
 
     def _shared(self) -> dict[tuple[int, ...], list[Block]]:
         """Blocks by the rows that hold them."""
@@ -165,7 +198,7 @@ class BatchFetched:
         seen = BatchVisibility(mask, (0,) * batch, kv_heads, groups, self.window, stacked=False)
         keys, values = (x.reshape(-1, columns, x.shape[-1]) for x in (self.keys, self.values))
         tile = tile_tokens(batch * kv_heads, keys.shape[-1])
-        out, lse = Block.exact(keys, values, 0).attend(q.reshape(batch * kv_heads, -1, q.shape[-1]), seen, 0, tile)
+        out, lse = Block.exact(keys, values, 0).attend_tiles(q.reshape(batch * kv_heads, -1, q.shape[-1]), seen, 0, tile)
         return out.reshape(batch, kv_heads, *out.shape[1:]), lse.reshape(batch, kv_heads, -1)
 
     @staticmethod

@@ -3,6 +3,8 @@
     m, l = running maximum of the scores s and sum of e^(s - m)      (online softmax, Milakov and Gimelshein 2018)
     out  = sum over tiles of e^(s - m) v / l,    lse = m + log l
 
+On a CPU one call of the native back end attends to all blocks that it can read (`Block.part`); the tiles here are MLX's, for the others.
+
 Keys stored before RoPE are rotated in their tile, with the angles that the model's own `mx.fast.rope` has. What a rotation or a mean costs
 a row in another codec's decoder falls on the query, and on the sum (`codecs._reading`).
 """
@@ -10,24 +12,24 @@ a row in another codec's decoder falls on the query, and on the sum (`codecs._re
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx import native
-from veloxquant_mlx.caches.visibility import Visibility
+from veloxquant_mlx.caches.visibility import BatchVisibility, Visibility
 from veloxquant_mlx.codecs._base import Codec
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.metal._attend import merge_parts
 from veloxquant_mlx.metal._backend import backend
-from veloxquant_mlx.native import converting
+from veloxquant_mlx.native import attending, converting
 from veloxquant_mlx.native.mapped import Mapped
-from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, rotate, undoing, unrotated
+from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, pages_of, rotate, undoing, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
-NATIVE_ROWS = 256  # queries of a KV head in one call of the native back end: codes are decoded anew for each call
 TILE_STEP = 64  # tokens of a tile are a multiple of it
 MERGED = 8  # blocks whose results are held beside each other
 
@@ -124,7 +126,18 @@ class Block:
             keys = rotate(keys, np.arange(self.first + start, self.first + stop), unrotated(rope), rope)
         return keys, values
 
-    def attend(self, q: mx.array, seen: Visibility, column: int, tile: int, after: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    @cached_property
+    def part(self) -> Any:
+        """These rows as the native back end attends to them, or None where it has no way to."""
+        k, v = self.k.reader.stored, self.v.reader.stored_beside(self.k.reader)
+        if k is None or v is None:
+            return None
+        at, rope = (self.k_from, self.v_from, self.count), self.k.rope
+        if rope is None:
+            return attending.part(k, v, at, self.first)
+        return attending.part(k, v, at, self.first, pages_of(rope, self.first, self.stop), rope.first, rope.pairing == "interleaved")
+
+    def attend(self, q: mx.array, seen: Visibility, column: int, tile: int) -> tuple[mx.array, mx.array]:
         """Attention of queries to these rows.
 
         Args:
@@ -132,14 +145,26 @@ class Block:
             seen: which rows each query sees.
             column: of the first row.
             tile: tokens at a time.
-            after: computed before the first tile is read.
 
         Returns:
             (out, lse): (H, R, D_v) and (H, R) float32; 0 and -inf for a query that sees none.
         """
-        found = self._native(q, seen, column)
-        if found is not None:
-            return found
+        if not native_in_use() or self.part is None:
+            return self.attend_tiles(q, seen, column, tile)
+        heads, rows, dim = q.shape
+        by_sequence = q.reshape(1, heads * seen.groups, seen.queries, dim)
+        shared = attending.Shared((0,), (column - self.first,), (self.part,))
+        out, lse = attending.attend(by_sequence, heads, [shared], None, seen.sight)
+        return out.reshape(heads, rows, -1), lse.reshape(heads, rows)
+
+    def attend_tiles(
+        self, q: mx.array, seen: Visibility | BatchVisibility, column: int, tile: int, after: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """`attend` by MLX.
+
+        Args:
+            after: computed before the first tile is read.
+        """
         keys, values = _Keys(self.k, q), self.v.reader
         heads, rows, _ = q.shape
         most, total = mx.full((heads, rows, 1), -math.inf), mx.zeros((heads, rows, 1))
@@ -185,24 +210,6 @@ class Block:
         if shared is not None:
             out = out + values.of_shared(shared / norm)
         return out, (most + mx.log(total))[..., 0]
-
-    def _native(self, q: mx.array, seen: Visibility, column: int) -> tuple[mx.array, mx.array] | None:
-        """`attend` by the native back end, or None where it is not the one to ask: no CPU, or another mask or codec."""
-        if not native.available() or backend() != "cpu":
-            return None
-        bounds = seen.bounds(column, self.count)
-        k, v = (None, None) if bounds is None else (self.k.reader.stored, self.v.reader.stored_beside(self.k.reader))
-        if k is None or v is None:
-            return None
-        rope, angles = self.k.rope, None
-        if rope is not None:
-            q, angles = half_split(q, rope), _angles(rope, self.first, self.stop)
-        where, turn = (self.k_from, self.v_from, self.count), (angles, 0 if rope is None else rope.first)
-        spans = [slice(at, at + NATIVE_ROWS) for at in range(0, max(q.shape[1], 1), NATIVE_ROWS)]
-        parts = [native.attend(q[:, span], k, v, *where, (bounds[0][span], bounds[1][span]), *turn) for span in spans]
-        if len(parts) == 1:
-            return parts[0]
-        return mx.concatenate([out for out, _ in parts], axis=1), mx.concatenate([lse for _, lse in parts], axis=1)
 
     def _span(self, role: str, start: int, stop: int) -> tuple[int, int]:
         shift = self.k_from if role == "k" else self.v_from
@@ -284,14 +291,17 @@ def _decoded(reader: RowReader, tile: Tile) -> mx.array:
     return x + (reader.mean[:, None] if tile.centred is None else tile.centred[..., None] * reader.mean[:, None])
 
 
-def _angles(rope: RopeSpec, first: int, stop: int) -> mx.array:
-    """`cos_sin` of a whole block, which is joined from pages no more often than need be."""
-    return cos_sin(rope, first, stop) if first // PAGE == (stop - 1) // PAGE else _joined_angles(rope, first, stop)
+def native_in_use(*dims: int) -> bool:
+    """Whether attention to rows of these sizes is the native back end's now, where it can read them."""
+    return native.available() and backend() == "cpu" and all(dim <= native.max_dim() for dim in dims)
 
 
-@lru_cache(maxsize=16)  # all layers have the same blocks
-def _joined_angles(rope: RopeSpec, first: int, stop: int) -> mx.array:
-    return cos_sin(rope, first, stop)
+def native_parts(blocks: Sequence[Block]) -> tuple[list[Any], list[Block]]:
+    """Blocks that the native back end attends to now, as its parts, and the others."""
+    if not native_in_use():
+        return [], list(blocks)
+    parts = [block.part for block in blocks]
+    return [part for part in parts if part is not None], [block for block, part in zip(blocks, parts, strict=True) if part is None]
 
 
 def tile_tokens(heads: int, dim: int) -> int:
@@ -300,18 +310,18 @@ def tile_tokens(heads: int, dim: int) -> int:
     return min(PAGE, max(1, values // (heads * dim) // TILE_STEP) * TILE_STEP)
 
 
-def attend(blocks: Iterable[tuple[Block, int]], q: mx.array, seen: Visibility, tile: int) -> tuple[mx.array, mx.array]:
-    """Attention to blocks, each given with the column of its first row, one after another: at no time are tiles of two in memory."""
+def attend(blocks: Iterable[tuple[Block, int]], q: mx.array, seen: Visibility | BatchVisibility, tile: int) -> tuple[mx.array, mx.array]:
+    """Attention to blocks by MLX, each given with the column of its first row, one after another: at no time are tiles of two in memory."""
     parts: list[tuple[mx.array, mx.array]] = []
     for block, column in blocks:
-        parts.append(block.attend(q, seen, column, tile, parts[-1][0] if parts else None))
+        parts.append(block.attend_tiles(q, seen, column, tile, parts[-1][0] if parts else None))
         if len(parts) == MERGED:  # results of many queries take more room than tiles
             parts = [merged(parts)]
     return merged(parts)
 
 
 def merged(parts: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    """Attention to all rows from attention to some each: out (H, R, D) and lse (H, R), all float32."""
+    """Attention to all rows from attention to some each: out (..., D) and lse (...), all float32."""
     if len(parts) == 1:
         return parts[0]
     outs, lses = zip(*parts, strict=True)

@@ -13,7 +13,7 @@ cache returns cannot use it (`caches.families` says which).
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -21,12 +21,14 @@ import mlx_lm.models.cache
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from veloxquant_mlx.caches.batch import BatchCodedKVCache
-from veloxquant_mlx.caches.blocks import Block, CodedRows, attend, merged, tile_tokens
+from veloxquant_mlx.caches.blocks import Block, CodedRows, attend, merged, native_in_use, native_parts, tile_tokens
 from veloxquant_mlx.caches.hook import hold
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import CODECS
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, FLOATS, Codec
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.native import attending
+from veloxquant_mlx.native.attending import Shared, Tail
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 BLOCK = 256  # rows that leave the tail together: a codec that stores a mean of its rows stores one for them
@@ -114,20 +116,27 @@ class Fetched:
             raise ValueError(
                 f"[attention] queries must be (1, H_q, Q, {size}) with H_q a multiple of {kv_heads}, but got {tuple(queries.shape)}."
             )
-        exact = [Block.exact(self.keys, self.values, 0)] if self.keys.shape[1] else []
-        blocks = [*self.blocks, *exact]
-        columns = sum(block.count for block in blocks)
+        first, exact = sum(block.count for block in self.blocks), self.keys.shape[1]
+        columns = first + exact
         if isinstance(mask, mx.array) and self.window and mask.shape[-1] > columns:
             mask = mask[..., -columns:]  # rows that left the window since the mask was made
         seen = Visibility.of(mask, heads, kv_heads, count, columns, self.window)
-        q = queries.astype(mx.float32).reshape(kv_heads, -1, dim) * scale
-        firsts = accumulate((block.count for block in blocks), initial=0)
-        parts = [attend(zip(blocks, firsts, strict=False), q, seen, tile_tokens(kv_heads, dim))]
-        if sinks is not None:
-            lse = mx.broadcast_to(sinks.astype(mx.float32).reshape(kv_heads, -1, 1), (kv_heads, heads // kv_heads, count))
-            parts.append((mx.zeros_like(parts[0][0]), lse.reshape(kv_heads, -1)))
-        out, _ = merged(parts)
-        return out.reshape(1, heads, count, -1).astype(queries.dtype)
+        q = queries.astype(mx.float32) * scale
+        parts, rest = native_parts(self.blocks)
+        tail = Tail(self.keys[None], self.values[None], (0,)) if exact and native_in_use(dim, self.values.shape[2]) else None
+        found = []
+        if parts or tail is not None:
+            shared = [Shared((0,), (-self.blocks[0].first,), parts)] if parts else []
+            found.append(attending.attend(q, kv_heads, shared, tail, seen.sight, sinks))
+        by_tile = [(block, block.first - self.blocks[0].first) for block in rest]
+        by_tile += [(Block.exact(self.keys, self.values, 0), first)] if exact and tail is None else []
+        if by_tile:
+            out, lse = attend(by_tile, q.reshape(kv_heads, -1, dim), seen, tile_tokens(kv_heads, dim))
+            found.append((out.reshape(1, heads, count, -1), lse.reshape(1, heads, count)))
+        if sinks is not None and not (parts or tail is not None):
+            lse = mx.broadcast_to(sinks.astype(mx.float32)[:, None], (1, heads, count))
+            found.append((mx.zeros((1, heads, count, self.values.shape[2])), lse))
+        return merged(found)[0].astype(queries.dtype)
 
 
 class CodedKVCache(_BaseCache):

@@ -7,12 +7,13 @@ over all columns, bool or added to the scores. A window of a layer is applied be
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
+
+from veloxquant_mlx.native.attending import Sight
 
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """For R rows of queries a KV head: B sequences x G queries of a group x Q positions, in that order.
+    """For R rows of queries a KV head: G queries of a group x Q positions, in that order.
 
     Attributes:
         queries: Q.
@@ -20,7 +21,7 @@ class Visibility:
         columns: S, with the queries' own.
         causal: a query sees no later column.
         window: if > 0, a query sees at most this many columns up to and with its own.
-        mask: (H or 1, R or Q of one sequence, S), bool or float, or None; see `of`.
+        mask: (1, H_q or 1, Q or 1, S), bool or float, or None.
     """
 
     queries: int
@@ -51,21 +52,15 @@ class Visibility:
         wanted = (1, heads, queries, columns)
         if mask.ndim > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
             raise ValueError(f"[attention] mask must broadcast to (1, H, Q, S) = {wanted}, but got {tuple(mask.shape)}.")
-        whole = mx.broadcast_to(mask.reshape(shape[1:]), (shape[1], queries, columns))
-        if shape[1] == 1:
-            rows = mx.broadcast_to(whole[:, None], (1, groups, queries, columns))
-        else:
-            rows = whole.reshape(kv_heads, groups, queries, columns)
-        return cls(queries, groups, columns, False, window, rows.reshape(rows.shape[0], groups * queries, columns))
+        mask = mask.reshape(shape)
+        if shape[3] != columns:
+            mask = mx.broadcast_to(mask, (*shape[:3], columns))
+        return cls(queries, groups, columns, False, window, mask)
 
-    def bounds(self, column: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """For each query, the first that it sees of `count` rows from a column on, and the one after the last; None for an array's mask."""
-        if self.mask is not None:
-            return None
-        at = np.tile(np.arange(self.columns - self.queries, self.columns), self.groups) - column
-        first = at - self.window + 1 if self.window else np.zeros_like(at)
-        stop = at + 1 if self.causal else np.full_like(at, count)
-        return np.clip(first, 0, count).astype(np.int32), np.clip(stop, 0, count).astype(np.int32)
+    @property
+    def sight(self) -> Sight:
+        """The same, for the native back end."""
+        return Sight(self.columns, self.causal, self.window, self.mask)
 
     def tile(self, start: int, stop: int) -> mx.array | bool:
         """What queries see of columns start to stop: True for all, False for none, else (H or 1, R, n), bool or to be added."""
@@ -86,7 +81,10 @@ class Visibility:
             seen = mx.broadcast_to(seen[None], (self.groups, *seen.shape)).reshape(1, -1, stop - start)
         if self.mask is None:
             return True if seen is None else seen
-        mask = self.mask[..., start:stop]
+        # One mask for all heads, or one for each: those of a KV head's group are rows below each other.
+        heads = self.groups if self.mask.shape[1] == 1 else self.mask.shape[1]
+        mask = mx.broadcast_to(self.mask[..., start:stop], (1, heads, self.queries, stop - start))
+        mask = mask.reshape(-1, self.groups * self.queries, stop - start)
         if seen is None:
             return mask
         return mask & seen if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-float("inf"), mask.dtype))
@@ -111,10 +109,6 @@ class BatchVisibility:
     groups: int
     window: int = 0
     stacked: bool = True
-
-    def bounds(self, column: int, count: int) -> None:
-        """Masks of batches are arrays."""
-        return None
 
     def tile(self, start: int, stop: int) -> mx.array | bool:
         """What queries see of rows start to stop: False for none, else (H or 1, B G Q, n) or (B H, G Q, n), bool or to be added."""

@@ -143,38 +143,6 @@ def packed(x: mx.array | Mapped) -> np.ndarray:
     return shared(x if isinstance(x, Mapped) else mx.contiguous(x))
 
 
-def attend(
-    q: mx.array,
-    k: "_native.Stored",
-    v: "_native.Stored",
-    k_from: int,
-    v_from: int,
-    count: int,
-    seen: tuple[np.ndarray, np.ndarray],
-    angles: mx.array | None = None,
-    rope_first: int = 0,
-) -> tuple[mx.array, mx.array]:
-    """Softmax attention of queries to stored rows.
-
-    Args:
-        q: (H, R, D) float32, times the scale, in half-split order where there are angles.
-        k, v: rows as `codecs._reading.RowReader.stored` gives them.
-        k_from, v_from, count: which of their rows.
-        seen: (R,) int32 each: of these rows, the first that a query sees and the one after the last.
-        angles: (count, dims) float32, cosines and sines, for keys before RoPE.
-        rope_first: index of the first rotated entry.
-
-    Returns:
-        (out, lse): (H, R, D_v) and (H, R) float32; 0 and -inf for a query that sees none.
-
-    Raises:
-        ValueError: sizes that do not fit.
-    """
-    table = None if angles is None else shared(angles)
-    out, lse = extension().attend(shared(mx.contiguous(q)), k, v, k_from, v_from, count, *seen, table, rope_first)
-    return mx.array(out), mx.array(lse)
-
-
 def decoded(stored: "_native.Stored", start: int, stop: int) -> np.ndarray:
     """Rows start to stop, (H, n, D) float32: `codecs._reading.RowReader.decoded` to float32 rounding."""
     return extension().decode(stored, start, stop - start)

@@ -392,7 +392,7 @@ def angle_tables(spec: RopeSpec, positions: np.ndarray) -> tuple[list[mx.array],
     spec, start, stop = replace(spec, pairing="half", first=0, magnitude=1.0), int(positions[0]), int(positions[0]) + len(positions)
     if np.array_equal(positions, np.arange(start, stop)):
         # Pages are kept; the whole, which may be long, is not.
-        return [_page(spec, number) for number in range(start // PAGE, (stop - 1) // PAGE + 1)], start % PAGE
+        return pages_of(spec, start, stop)
     ones, zeros = (mx.full((len(positions), spec.dims // 2), value) for value in (1.0, 0.0))
     return [mlx_rope(mx.concatenate([ones, zeros], axis=-1), positions, spec)], 0
 
@@ -474,11 +474,16 @@ def cos_sin(spec: RopeSpec, start: int, stop: int) -> mx.array:
 
     Evaluated, for threads share it. A span within a page of PAGE positions is a view of it and takes no memory of its own.
     """
-    first = start // PAGE
-    pages = [_page(spec, number) for number in range(first, max(first + 1, -(-stop // PAGE)))]
-    table = (pages[0] if len(pages) == 1 else mx.concatenate(pages))[start - first * PAGE : stop - first * PAGE]
+    pages, first = pages_of(spec, start, stop)
+    table = (pages[0] if len(pages) == 1 else mx.concatenate(pages))[first : first + stop - start]
     mx.eval(table)
     return table
+
+
+def pages_of(spec: RopeSpec, start: int, stop: int) -> tuple[list[mx.array], int]:
+    """`cos_sin` of the pages that positions start to stop lie in, and the row of the first page that belongs to the first position."""
+    first = start // PAGE
+    return [_page(spec, number) for number in range(first, max(first + 1, -(-stop // PAGE)))], start % PAGE
 
 
 @lru_cache(maxsize=256)

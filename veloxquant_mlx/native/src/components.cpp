@@ -16,7 +16,7 @@ namespace KVTOOL_INSIDE {
 
 size_t attend_components_scratch(const Problem& p);
 void attend_components(const Problem& p, int chunk, float* scratch);
-void add_predicted(const Problem& p, int head);
+void add_predicted(const Problem& p, int head, const float* sums, float* out);
 
 namespace {
 
@@ -112,7 +112,7 @@ void attend_components(const Problem& p, int chunk, float* scratch) {
       float* state = p.states + (int64_t(head) * p.chunks + chunk) * 3 * R;
       score(p, head, token, count, rest, own);
       for (int r = 0; r < p.rows; r++) {
-        fades[r] = softmax(p, r, token, count, width, own + r * p.span, state[r], state[R + r]);
+        fades[r] = softmax(p, head, r, token, count, width, own + r * p.span, state[r], state[R + r]);
         state[2 * R + r] = state[R + r];  // every row has the mean
       }
       add_own(p, head, token, count, own, fades, rest, p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v);
@@ -121,30 +121,10 @@ void attend_components(const Problem& p, int chunk, float* scratch) {
   }
 }
 
-void add_predicted(const Problem& p, int head) {
-  const int H = p.keys.heads, R = p.padded_rows, n = p.keys.components.first[H], every = padded(n), dim = p.values.dim;
-  alignas(64) float out[MAX_DIM];
-  for (int r = 0; r < p.rows; r++) {
-    const float* states = p.states + int64_t(head) * p.chunks * 3 * R + r;
-    float largest = -INF, total = 0;
-    for (int c = 0; c < p.chunks; c++) largest = states[int64_t(c) * 3 * R] > largest ? states[int64_t(c) * 3 * R] : largest;
-    const float base = largest == -INF ? 0 : largest;
-    // The sums of all chunks come together in those of the first.
-    float* sum = p.shared + (int64_t(head) * p.rows + r) * every;
-    for (int c = 0; c < p.chunks; c++) {
-      const float* state = states + int64_t(c) * 3 * R;
-      const float weight = exp_negative(all(state[0] - base))[0];
-      total += weight * state[R];
-      const float* own = sum + int64_t(c) * H * p.rows * every;
-      for (int i = 0; i < every; i += W) store(sum + i, c ? load(sum + i) + load(own + i) * weight : load(sum + i) * weight);
-    }
-    const float one = 1, over = total == 0 ? 1 : 1 / total;
-    const Matrix mix{p.values.mix + int64_t(head) * p.dim_v, int64_t(H) * p.dim_v};
-    memset(out, 0, sizeof out);
-    sums_of<1>(sum, 0, 1, &one, {out, 0}, mix, n, p.dim_v, out, p.dim_v);
-    float* to = p.out + (int64_t(head) * p.rows + r) * dim;
-    for (int i = 0; i < dim; i++) to[i] += out[i] * over;
-  }
+void add_predicted(const Problem& p, int head, const float* sums, float* out) {
+  const float one = 1;
+  const Matrix mix{p.values.mix + int64_t(head) * p.dim_v, int64_t(p.keys.heads) * p.dim_v};
+  sums_of<1>(sums, 0, 1, &one, {out, 0}, mix, p.keys.components.first[p.keys.heads], p.dim_v, out, p.dim_v);
 }
 
 }  // namespace KVTOOL_INSIDE

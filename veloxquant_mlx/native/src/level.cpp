@@ -17,7 +17,7 @@ namespace KVTOOL_INSIDE {
 // In components.cpp.
 size_t attend_components_scratch(const Problem& p);
 void attend_components(const Problem& p, int chunk, float* scratch);
-void add_predicted(const Problem& p, int head);
+void add_predicted(const Problem& p, int head, const float* sums, float* out);  // out += mix^T sums
 
 // In convert.cpp.
 void decode_as(const Decoding&, int head, int start, int stop);
@@ -45,6 +45,9 @@ void prepare(const Problem& p, int head) {
         continue;
       }
       memcpy(to, q, keys.dim * sizeof(float));
+      if (p.angles && p.paired)
+        for (int i = 0; i < p.half; i++)
+          to[p.rope_first + i] = q[p.rope_first + 2 * i], to[p.rope_first + p.half + i] = q[p.rope_first + 2 * i + 1];
       if (!p.angles && keys.mean)
         for (int i = 0; i < keys.dim; i++) by_mean += q[i] * keys.mean[int64_t(head) * keys.dim + i];
       if (!p.angles && keys.signs) {
@@ -298,7 +301,7 @@ void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
       if (values.scale) scales_of(values, head, p.v_from + span.token, span.count, scale, centred);
       for (int r = 0; r < R; r++) {
         float* w = weights + r * span.row;
-        fade[r] = softmax(p, r, span.token, span.count, width, w, most[r], total[r]);
+        fade[r] = softmax(p, head, r, span.token, span.count, width, w, most[r], total[r]);
         if (!values.scale) continue;
         V with{};
         for (int t = 0; t < width; t += W) {
@@ -322,35 +325,67 @@ void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
   }
 }
 
-void finish(const Problem& p, int head) {
-  const Rows& values = p.values;
-  const int R = p.padded_rows, dim = values.dim;
-  const float norm = values.signs ? 1 / __builtin_sqrtf(float(dim)) : 1;
-  alignas(64) float out[MAX_DIM + W];
-  for (int r = 0; r < p.rows; r++) {
-    const float* states = p.states + int64_t(head) * p.chunks * 3 * R + r;
-    float largest = -INF, total = 0, with_mean = 0;
-    for (int c = 0; c < p.chunks; c++)
-      if (states[int64_t(c) * 3 * R] > largest) largest = states[int64_t(c) * 3 * R];
-    const float base = largest == -INF ? 0 : largest;
-    for (int i = 0; i < p.dim_v; i++) out[i] = 0;
+// Whether weighted sums of both are turned back by the same tables: what they are added up to is turned back once.
+bool turned_alike(const Rows& a, const Rows& b) { return a.signs == b.signs && a.hartley == b.hartley && a.mix == b.mix; }
+
+// Factor of what was summed with a maximum, now that another one is the base.
+float faded(float most, float base) { return exp_negative(all(most - base))[0]; }
+
+// Adds the sums of problems `found` that are turned alike, for row `row` of their queries, to `out`; returns how many of the first are.
+int add_alike(const Found* found, int problems, int head, int row, float base, float& total, float* out) {
+  alignas(64) float sum[MAX_DIM + W] = {};
+  const Problem& first = *found->problem;
+  const int dim_v = first.dim_v, every = first.values.mix ? padded(first.keys.components.first[first.keys.heads]) : 0;
+  float* shared = nullptr;  // of all of them, in the place of the first one's
+  int n = 0;
+  for (; n < problems && turned_alike(found[n].problem->values, first.values); n++) {
+    const Problem& p = *found[n].problem;
+    const int R = p.padded_rows, r = found[n].row + row;
+    float with_mean = 0;
     for (int c = 0; c < p.chunks; c++) {
-      const float* state = states + int64_t(c) * 3 * R;
-      const float weight = exp_negative(all(state[0] - base))[0];
+      const float* state = p.states + (int64_t(head) * p.chunks + c) * 3 * R + r;
+      const float weight = faded(state[0], base), *sums = p.sums + ((int64_t(head) * p.chunks + c) * R + r) * dim_v;
       total += weight * state[R], with_mean += weight * state[2 * R];
-      const float* sums = p.sums + ((int64_t(head) * p.chunks + c) * R + r) * p.dim_v;
-      for (int i = 0; i < p.dim_v; i += W) store(out + i, load(out + i) + load(sums + i) * weight);
+      for (int i = 0; i < dim_v; i += W) store(sum + i, load(sum + i) + load(sums + i) * weight);
+      if (!every) continue;
+      float* own = p.shared + ((int64_t(c) * p.keys.heads + head) * p.rows + r) * every;
+      for (int i = 0; i < every; i += W) {
+        const V x = load(own + i) * weight;
+        store((shared ? shared : own) + i, shared ? load(shared + i) + x : x);
+      }
+      shared = shared ? shared : own;
     }
-    const float over = total == 0 ? 1 : 1 / total;
-    if (values.signs) transform(values, out);
-    float* to = p.out + (int64_t(head) * p.rows + r) * dim;
-    for (int i = 0; i < dim; i++) {
-      float x = out[i] * over * norm;
-      if (values.signs) x *= values.signs[i];
-      if (values.mean) x += with_mean * over * values.mean[int64_t(head) * dim + i];
-      to[i] = x;
+    if (p.values.mean)
+      for (int i = 0; i < p.values.dim; i++) out[i] += with_mean * p.values.mean[int64_t(head) * p.values.dim + i];
+  }
+  if (first.values.signs) {
+    const float norm = 1 / __builtin_sqrtf(float(first.values.dim));
+    transform(first.values, sum);
+    for (int i = 0; i < first.values.dim; i++) sum[i] *= norm * first.values.signs[i];
+  }
+  for (int i = 0; i < dim_v; i += W) store(out + i, load(out + i) + load(sum + i));
+  if (shared) add_predicted(first, head, shared, out);
+  return n;
+}
+
+void merge(const Merging& m, int head) {
+  alignas(64) float out[MAX_DIM + W];
+  const int dim = m.found->problem->values.dim;
+  for (int row = 0; row < m.groups * m.queries; row++) {
+    const int64_t at = m.first + (int64_t(head) * m.groups + row / m.queries) * m.every + row % m.queries;
+    float largest = m.most[at], *to = m.out + at * dim;
+    for (int n = 0; n < m.problems; n++) {
+      const Problem& p = *m.found[n].problem;
+      const float* states = p.states + int64_t(head) * p.chunks * 3 * p.padded_rows + m.found[n].row + row;
+      for (int c = 0; c < p.chunks; c++, states += 3 * p.padded_rows) largest = *states > largest ? *states : largest;
     }
-    p.lse[int64_t(head) * p.rows + r] = total == 0 ? -INF : largest + __builtin_logf(total);
+    const float base = largest == -INF ? 0 : largest, fade = faded(m.most[at], base);
+    memset(out, 0, sizeof out);
+    for (int i = 0; i < dim; i++) out[i] = to[i] * fade;
+    float total = m.total[at] * fade;
+    for (int n = 0; n < m.problems;) n += add_alike(m.found + n, m.problems - n, head, row, base, total, out);
+    memcpy(to, out, dim * sizeof(float));
+    m.most[at] = largest, m.total[at] = total;
   }
 }
 
@@ -375,7 +410,7 @@ void decode(const Rows& rows, int head, int from, int count, float* out) {
 extern const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL);
 const Level KVTOOL_LEVEL = {
     KVTOOL_NAME(KVTOOL_LEVEL), &KVTOOL_ENCODER(KVTOOL_LEVEL), KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend_scratch, KVTOOL_INSIDE::attend,
-    KVTOOL_INSIDE::finish, KVTOOL_INSIDE::decode, KVTOOL_INSIDE::attend_components_scratch, KVTOOL_INSIDE::attend_components,
-    KVTOOL_INSIDE::add_predicted, KVTOOL_INSIDE::decode_as, KVTOOL_INSIDE::turn};
+    KVTOOL_INSIDE::merge, KVTOOL_INSIDE::decode, KVTOOL_INSIDE::attend_components_scratch, KVTOOL_INSIDE::attend_components,
+    KVTOOL_INSIDE::decode_as, KVTOOL_INSIDE::turn};
 
 }  // namespace kvtool

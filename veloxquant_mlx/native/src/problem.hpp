@@ -59,7 +59,10 @@ struct Rows {
   const float* mix;    // (components of the keys, H, D padded), or nullptr
 };
 
-// One call. The workspace is the bindings'; padded sizes are multiples of 16.
+// What is seen by a mask: a byte that is 0 or not, or a number added to the score.
+enum class Seen : int { BOOL, FLOAT32, FLOAT16, BFLOAT16 };
+
+// Some queries and some neighbouring rows. The workspace is the bindings'; padded sizes are multiples of 16.
 struct Problem {
   Rows keys, values;
   int k_from, v_from, count;  // where the rows start, and how many
@@ -68,8 +71,11 @@ struct Problem {
   const float* q;             // (H, R, D)
   const int32_t* first;       // (R): a query sees rows first to stop
   const int32_t* stop;
-  const float* angles;  // (count, 2 half) cosines, then sines; or nullptr
+  Seen seen;
+  const uint8_t* const* mask;  // (H, R): of each query, what it sees of these rows; or nullptr
+  const float* angles;         // (count, 2 half) cosines, then sines; or nullptr
   int rope_first, half;
+  bool paired;        // rotated entries of q are in pairs; those of the keys are half-split
   int chunk, chunks;  // tokens of one, and how many
   float* turned;      // (H, padded_rows, dim)
   float* by_mean;     // (H, padded_rows)
@@ -77,8 +83,23 @@ struct Problem {
   float* states;      // (H, chunks, 3, padded_rows): maximum, sum, sum over rows with the mean
   int span;           // tokens taken together, a multiple of 32
   float* shared;      // (chunks, H, R, components of the keys, padded)
-  float* out;         // (H, R, D_v)
-  float* lse;         // (H, R)
+};
+
+// What a solved problem found for queries of one sequence: those of its rows from `row` on.
+struct Found {
+  const Problem* problem;
+  int row;
+};
+
+// Results of one sequence's queries, to which what problems found is added. Those of KV head h, group g and query i are at
+// first + (h groups + g) every + i, in a problem in row g queries + i from the sequence's first.
+struct Merging {
+  const Found* found;
+  int problems, groups, queries;
+  int64_t first, every;
+  float* out;    // (., D_v), not yet divided by their sums
+  float* most;   // maximum of the scores
+  float* total;  // sum of e^(score - most)
 };
 
 struct Encoder;
@@ -127,12 +148,11 @@ struct Level {
   void (*prepare)(const Problem&, int head);
   size_t (*attend_scratch)(const Problem&);  // floats
   void (*attend)(const Problem&, int first, int last, int chunk, float* scratch);  // heads first to last
-  void (*finish)(const Problem&, int head);
+  void (*merge)(const Merging&, int head);
   void (*decode)(const Rows&, int head, int from, int count, float* out);  // rows before RoPE, (count, D)
-  // Of values with a mix: in place of `attend`, and after `finish`.
+  // Of values with a mix, in place of `attend`.
   size_t (*attend_components_scratch)(const Problem&);  // floats
   void (*attend_components)(const Problem&, int chunk, float* scratch);
-  void (*add_predicted)(const Problem&, int head);
   void (*decode_as)(const Decoding&, int head, int start, int stop);
   void (*turn)(const Turning&, int start, int stop);  // of all heads, at most TILE tokens
 };

@@ -111,9 +111,39 @@ inline void add_sums(Matrix weights, int rows, const float* fade, Matrix x, int 
   }
 }
 
+// Scores of `count` tokens as a mask has them seen.
+inline void apply_mask(Seen seen, const uint8_t* mask, int count, float* scores) {
+  typedef uint8_t Bytes __attribute__((vector_size(W)));
+  const auto* floats = reinterpret_cast<const float*>(mask);
+  const auto* words = reinterpret_cast<const uint16_t*>(mask);
+  const int whole = count / W * W;
+  for (int t = 0; t < whole; t += W) {
+    const V s = load(scores + t);
+    if (seen == Seen::BOOL) {
+      Bytes bytes;
+      memcpy(&bytes, mask + t, W);
+      store(scores + t, __builtin_convertvector(bytes, VI) != 0 ? s : all(-INF));
+    } else {
+      const V added = seen == Seen::FLOAT32 ? load(floats + t) : seen == Seen::FLOAT16 ? load_half(words + t) : load_bfloat(words + t);
+      store(scores + t, s + added);
+    }
+  }
+  for (int t = whole; t < count; t++) {
+    if (seen == Seen::BOOL)
+      scores[t] = mask[t] ? scores[t] : -INF;
+    else
+      scores[t] += seen == Seen::FLOAT32 ? floats[t] : seen == Seen::FLOAT16 ? half(words[t]) : bfloat(words[t]);
+  }
+}
+
 // Scores of `width` tokens (a multiple of 16), of which `count` are there, to weights, in place; hidden tokens get none. Returns the factor
 // of what was summed before.
-inline float softmax(const Problem& p, int row, int token, int count, int width, float* scores, float& most, float& total) {
+inline float softmax(
+    const Problem& p, int head, int row, int token, int count, int width, float* scores, float& most, float& total) {
+  if (p.mask && row < p.rows) {
+    constexpr int BYTES[] = {1, 4, 2, 2};
+    apply_mask(p.seen, p.mask[int64_t(head) * p.rows + row] + int64_t(token) * BYTES[int(p.seen)], count, scores);
+  }
   const int first = row < p.rows ? p.first[row] - token : 0, stop = row < p.rows ? p.stop[row] - token : 0;
   if (first > 0 || stop < width || count < width)
     for (int t = 0; t < width; t++)
