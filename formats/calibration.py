@@ -3,23 +3,18 @@
 The file's name is its digest, which is what a kvtool file that needs it records.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from formats.atomic import atomic_write
-from formats.errors import KVError, ManifestError
-from formats.files import naming
+from formats.errors import ManifestError
 from formats.manifest import ModelInfo, Node, model_of
 from formats.model_info import model_json
-from formats.tables import Arrays, Kind, digest_of
+from formats.tables import Arrays, Kind
 
 VERSION = 1
-KIND = Kind("calibration", VERSION)
-FORMAT = KIND.format
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +40,7 @@ class CalibrationFile:
     producer: Mapping[str, str] = field(default_factory=dict)
 
 
-def to_bytes(calibration: CalibrationFile) -> bytes:
-    """The file as bytes.
-
-    Raises:
-        ValueError: a name, dtype or value that a reader would refuse.
-    """
+def _described(calibration: CalibrationFile) -> tuple[Mapping[str, Any], Arrays]:
     arrays = {
         KIND.tensor_name(kind, layer, name): array
         for kind, layers in calibration.tables.items()
@@ -67,56 +57,10 @@ def to_bytes(calibration: CalibrationFile) -> bytes:
         "skipped": dict(calibration.skipped),
         "producer": dict(calibration.producer),
     }
-    data = KIND.to_bytes(body, arrays)
-    try:
-        from_bytes(data)
-    except KVError as error:
-        raise ValueError(f"[calibration] it could not be read again: {error}") from error
-    return data
+    return body, arrays
 
 
-def from_bytes(data: bytes | memoryview) -> CalibrationFile:
-    """What bytes of a file hold; arrays are views of them. Errors as `read_calibration`."""
-    return _made(*KIND.parse(data))
-
-
-def read_calibration(path: str | os.PathLike[str]) -> tuple[CalibrationFile, str]:
-    """A calibration file and its digest (hex).
-
-    Raises:
-        FormatError: what is wrong with it.
-        OSError: it cannot be read.
-    """
-    with naming(os.fspath(path)):
-        root, arrays, digest = KIND.read(path)
-        return _made(root, arrays), digest
-
-
-def read_model(path: str | os.PathLike[str]) -> ModelInfo:
-    """The model that a calibration file is of, from its header; its arrays and its digest are not looked at.
-
-    Raises:
-        FormatError: what is wrong with the header.
-        OSError: it cannot be read.
-    """
-    with naming(os.fspath(path)):
-        return model_of(KIND.read_description(path).key("model"))
-
-
-def write_calibration(path: str | os.PathLike[str], calibration: CalibrationFile) -> str:
-    """Write a calibration file, atomically; returns its digest.
-
-    Raises:
-        ValueError: content that a reader would refuse.
-        OSError: as the system gives it.
-    """
-    data = to_bytes(calibration)
-    with atomic_write(path) as out:
-        out.write(data)
-    return digest_of(data)
-
-
-def _made(root: Node, arrays: Mapping[str, np.ndarray]) -> CalibrationFile:
+def _made(root: Node, arrays: Arrays) -> CalibrationFile:
     kinds = root.key("kinds").items()
     tables: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for kind, node in kinds:
@@ -139,3 +83,8 @@ def _made(root: Node, arrays: Mapping[str, np.ndarray]) -> CalibrationFile:
         skipped={name: node.text() for name, node in root.key("skipped").items()},
         producer={name: node.text() for name, node in root.key("producer").items()},
     )
+
+
+KIND = Kind("calibration", VERSION, "kvtool calibrate", described=_described, made=_made)
+to_bytes, from_bytes, read_calibration, write_calibration = KIND.to_bytes, KIND.from_bytes, KIND.read, KIND.write
+read_model = KIND.described_model

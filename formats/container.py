@@ -13,6 +13,7 @@ and one that cuts it short ends this process with SIGBUS: the one thing that the
 import contextlib
 import mmap
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -309,7 +310,7 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        with naming(self.path), opened(self.path) as (fd, size):
+        with self._naming(), opened(self.path) as (fd, size):
             found = examine(fd, size)
             if found.problems:
                 raise found.problems[0]
@@ -322,6 +323,10 @@ class Reader:
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[str, Future[None]] = {}
+
+    def _naming(self) -> contextlib.AbstractContextManager[None]:
+        check = f"kvtool check {shlex.quote(self.path)} names all that is wrong with it; copy it again, or export it again"
+        return naming(self.path, damaged=check, foreign="give a file of kvtool export")
 
     def __enter__(self) -> "Reader":
         return self
@@ -361,7 +366,7 @@ class Reader:
             KeyError: no such tensor.
             IntegrityError: digest, padding or zstd frame is wrong.
         """
-        with naming(self.path):
+        with self._naming():
             ahead = self._ahead.pop(name, None) if verify else None
             if ahead is not None:
                 ahead.result()

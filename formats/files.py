@@ -5,16 +5,21 @@ import os
 import stat
 from collections.abc import Iterator
 
-from formats.errors import KVError, NotKvtoolError
+from formats.errors import FormatError, IntegrityError, KVError, NotKvtoolError
 
 
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Context manager: a KVError that passes through learns which file it is about."""
+def naming(path: str, *, damaged: str | None = None, foreign: str | None = None) -> Iterator[None]:
+    """Context manager: a KVError that passes through learns which file it is about, and what helps where it does not say.
+
+    `damaged` is the hint of a file that is not as it was written, `foreign` of one that was never of this kind.
+    """
     try:
         yield
     except KVError as error:
         error.path = error.path or path
+        if isinstance(error, FormatError | IntegrityError):
+            error.hint = error.hint or (foreign if isinstance(error, NotKvtoolError) else damaged)
         raise
 
 

@@ -1,17 +1,14 @@
 """Profiles: what a pair of models gave, plan by plan of recomputation. A header alone, as of maps, without arrays. SPEC.md, "Profiles"."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from formats.atomic import atomic_write
-from formats.errors import KVError, ManifestError
-from formats.files import naming
+from formats.errors import ManifestError
 from formats.manifest import ModelInfo, Node, model_of
-from formats.tables import Kind, digest_of
+from formats.tables import Arrays, Kind
 
 VERSION = 1
-KIND = Kind("profile", VERSION, sealed=True)
 
 
 @dataclass(frozen=True)
@@ -70,47 +67,13 @@ def _better(a: Row, b: Row) -> bool:
     return a.share <= b.share and a.kl <= b.kl and (a.share, a.kl) != (b.share, b.kl)
 
 
-def to_bytes(profile: Profile) -> bytes:
-    """The file as bytes.
-
-    Raises:
-        ValueError: content that a reader would refuse.
-    """
-    body = asdict(profile) | {"texts": dict(profile.texts), "producer": dict(profile.producer)}
-    data = KIND.to_bytes(body, {})
-    try:
-        _made(KIND.parse(data)[0])
-    except KVError as error:
-        raise ValueError(f"[profile] it could not be read again: {error}") from error
-    return data
+def _described(profile: Profile) -> tuple[Mapping[str, Any], Arrays]:
+    return asdict(profile) | {"texts": dict(profile.texts), "producer": dict(profile.producer)}, {}
 
 
-def read_profile(path: str | os.PathLike[str]) -> tuple[Profile, str]:
-    """A profile file and its digest (hex).
-
-    Raises:
-        FormatError: what is wrong with it.
-        OSError: it cannot be read.
-    """
-    with naming(os.fspath(path)):
-        root, _, digest = KIND.read(path)
-        return _made(root), digest
-
-
-def write_profile(path: str | os.PathLike[str], profile: Profile) -> str:
-    """Write a profile file, atomically; returns its digest.
-
-    Raises:
-        ValueError: content that a reader would refuse.
-        OSError: as the system gives it.
-    """
-    data = to_bytes(profile)
-    with atomic_write(path) as out:
-        out.write(data)
-    return digest_of(data)
-
-
-def _made(root: Node) -> Profile:
+def _made(root: Node, arrays: Arrays) -> Profile:
+    if arrays:
+        raise ManifestError(f"tensor {next(iter(arrays))!r:.40}, where a profile has none")
     rows: Sequence[Row] = [_row(node) for node in root.key("rows").elements()]
     if list(rows) != sorted(rows, key=lambda row: row.share):
         raise ManifestError("$.rows: must ascend by share")
@@ -133,3 +96,7 @@ def _row(node: Node) -> Row:
     if share < 0 or kl < 0 or not 0 <= top1 <= 1:
         raise node.fail(f"share and kl must be at least 0 and top1 within 0 to 1, but are {share}, {kl} and {top1}")
     return Row(node.key("plan").text(), node.key("mapped").boolean(), share, kl, ratio, low, high, top1)
+
+
+KIND = Kind("profile", VERSION, "kvtool profile", described=_described, made=_made, sealed=True)
+to_bytes, from_bytes, read_profile, write_profile = KIND.to_bytes, KIND.from_bytes, KIND.read, KIND.write

@@ -1,4 +1,4 @@
-"""Named arrays and a JSON description of them as a safetensors file: calibrations and maps. SPEC.md, "Calibrations".
+"""Named arrays and a JSON description of them as a safetensors file: calibrations, maps and profiles. SPEC.md, "Calibrations".
 
     u64 LE N | N bytes of JSON, space padded so that (8 + N) % 64 == 0 | arrays, those of wide items first, without gaps
 
@@ -8,16 +8,18 @@ nothing: arrays are views of the mapped file.
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
 
 import blake3
 import numpy as np
 
+from formats.atomic import atomic_write
 from formats.errors import DigestError, HeaderError, KVError, LayoutError, ManifestError, NotKvtoolError, VersionError
 from formats.files import naming, opened
 from formats.header import MAX_HEADER, Entry, Header, check_extents, is_tensor_name, parse_entries, parse_json, read_raw
-from formats.manifest import Node
+from formats.manifest import ModelInfo, Node, model_of
 from formats.strict_json import dumps, loads
 
 MAX_BYTES = 1 << 34
@@ -30,6 +32,7 @@ _NAMES = {np.dtype(numpy): name for name, numpy in DTYPES.items()}
 _ALIGNMENT = 64
 
 Arrays = Mapping[str, np.ndarray]
+Content = TypeVar("Content")
 
 
 def _text(header: Mapping[str, Any]) -> str:
@@ -46,28 +49,79 @@ def _seal(header: Mapping[str, Any], data: Sequence[bytes | memoryview]) -> str:
     return total.hexdigest()
 
 
-class Kind:
+class Kind(Generic[Content]):
     """One kind of such files.
 
     Args:
         word: what it is called in messages, and the field of the metadata that holds the description.
         version: newest that this program reads.
+        command: what makes such files, for hints.
+        described: content -> its description, without the version, and its arrays by tensor name.
+        made: a description and arrays -> the content; raises FormatError for what it may not hold.
         sealed: whether the file holds the digest of its own header and arrays, because nobody else names it by one.
     """
 
-    def __init__(self, word: str, version: int, *, sealed: bool = False) -> None:
-        self.word, self.version, self.format, self.sealed = word, version, f"kvtool-{word}", sealed
+    def __init__(
+        self,
+        word: str,
+        version: int,
+        command: str,
+        *,
+        described: Callable[[Content], tuple[Mapping[str, Any], Arrays]],
+        made: Callable[[Node, Arrays], Content],
+        sealed: bool = False,
+    ) -> None:
+        self.word, self.version, self.command, self.format, self.sealed = word, version, command, f"kvtool-{word}", sealed
+        self._described, self._made = described, made
 
-    def to_bytes(self, body: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-        """A file as bytes; the caller reads it back.
-
-        Args:
-            body: the description, without its version.
-            arrays: by tensor name.
+    def to_bytes(self, content: Content) -> bytes:
+        """A file as bytes.
 
         Raises:
-            ValueError: a dtype, or a size, that a reader would refuse.
+            ValueError: a name, dtype, shape, size or value that a reader would refuse.
         """
+        data = self._stored(*self._described(content))
+        try:
+            self.from_bytes(data)
+        except KVError as error:
+            raise ValueError(f"[{self.word}] it could not be read again: {error}") from error
+        return data
+
+    def from_bytes(self, data: bytes | memoryview) -> Content:
+        """What bytes of a file hold; arrays are views of them. Errors as `read`."""
+        return self._made(*self._parse(data))
+
+    def read(self, path: str | os.PathLike[str]) -> tuple[Content, str]:
+        """A file and its digest (hex); arrays are views of the mapped file.
+
+        Raises:
+            FormatError, IntegrityError: what is wrong with it.
+            OSError: it cannot be read.
+        """
+        path = os.fspath(path)
+        with self._naming(path), opened(path) as (fd, size):
+            if size > MAX_BYTES:
+                raise LayoutError(f"{size} bytes, more than {MAX_BYTES}")
+            read_raw(fd, size)
+            data = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
+            return self.from_bytes(data), digest_of(data)
+
+    def write(self, path: str | os.PathLike[str], content: Content) -> str:
+        """Write a file, atomically; returns its digest.
+
+        Raises:
+            ValueError: content that a reader would refuse.
+            OSError: as the system gives it.
+        """
+        data = self.to_bytes(content)
+        with atomic_write(path) as out:
+            out.write(data)
+        return digest_of(data)
+
+    def _naming(self, path: str) -> AbstractContextManager[None]:
+        return naming(path, damaged=f"copy it again, or make it again with {self.command}", foreign=f"give a file of {self.command}")
+
+    def _stored(self, body: Mapping[str, Any], arrays: Arrays) -> bytes:
         stored = {name: self._storable(name, np.asarray(array)) for name, array in arrays.items()}
         order = sorted(stored, key=lambda name: (-stored[name].itemsize, name))
         header: dict[str, Any] = {"__metadata__": {"format": self.format, self.word: dumps({"version": self.version, **body})}}
@@ -98,8 +152,8 @@ class Kind:
             raise ValueError(f"[{self.word}] names must be of A-Z a-z 0-9 _ . -, none empty, but got {full!r:.80}.")
         return full
 
-    def header(self, raw: bytes, size: int) -> tuple[Header, Node]:
-        """The header of a file of so many bytes, and the description in it. Errors as `parse`."""
+    def _header(self, raw: bytes, size: int) -> tuple[Header, Node]:
+        """The header of a file of so many bytes, and the description in it."""
         problems: list[KVError] = []
         header = parse_entries(parse_json(raw), raw, problems)
         if not problems and header.metadata.get("format") != self.format:
@@ -117,45 +171,25 @@ class Kind:
             raise VersionError(f"$.version: {version} is newer than {self.version}, the newest this version reads", hint="upgrade kvtool")
         return header, root
 
-    def parse(self, data: bytes | memoryview) -> tuple[Node, dict[str, np.ndarray]]:
-        """The description and the arrays of a file; arrays are views of the bytes.
-
-        Raises:
-            FormatError: what is wrong with it.
-        """
+    def _parse(self, data: bytes | memoryview) -> tuple[Node, dict[str, np.ndarray]]:
+        """The description and the arrays of a file."""
         view = memoryview(data)
         if len(view) < 8 or not 2 <= int.from_bytes(view[:8], "little") <= min(MAX_HEADER, len(view) - 8):
             raise NotKvtoolError(f"not a {self.word}: {len(view)} bytes do not begin as a safetensors file")
         raw = bytes(view[: 8 + int.from_bytes(view[:8], "little")])
-        header, root = self.header(raw, len(view))
+        header, root = self._header(raw, len(view))
         if "blake3" in header.metadata:
             found = _seal(parse_json(raw), [view[len(raw) :]])
             if found != header.metadata["blake3"]:
-                what = f"header and arrays have the digest {found[:16]}, and {header.metadata['blake3'][:16]} is recorded"
-                raise DigestError(what, hint=f"make the {self.word} again, or copy it again")
+                raise DigestError(f"header and arrays have the digest {found[:16]}, and {header.metadata['blake3'][:16]} is recorded")
         arrays = {name: self._array(name, e, view[len(raw) + e.begin : len(raw) + e.end]) for name, e in header.entries.items()}
         return root, arrays
 
-    def read(self, path: str | os.PathLike[str]) -> tuple[Node, dict[str, np.ndarray], str]:
-        """The description, the arrays and the digest of a file.
-
-        Raises:
-            FormatError: what is wrong with it.
-            OSError: it cannot be read.
-        """
+    def described_model(self, path: str | os.PathLike[str]) -> ModelInfo:
+        """The model that a file is of, from its header; its arrays and its digest are not looked at. Errors as `read`."""
         path = os.fspath(path)
-        with naming(path), opened(path) as (fd, size):
-            if size > MAX_BYTES:
-                raise LayoutError(f"{size} bytes, more than {MAX_BYTES}")
-            read_raw(fd, size)
-            data = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
-            return *self.parse(data), digest_of(data)
-
-    def read_description(self, path: str | os.PathLike[str]) -> Node:
-        """The description alone, from the header; arrays and digest are not looked at. Errors as `read`."""
-        path = os.fspath(path)
-        with naming(path), opened(path) as (fd, size):
-            return self.header(read_raw(fd, size), size)[1]
+        with self._naming(path), opened(path) as (fd, size):
+            return model_of(self._header(read_raw(fd, size), size)[1].key("model"))
 
     def _storable(self, name: str, array: np.ndarray) -> np.ndarray:
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)

@@ -1,20 +1,17 @@
 """Map files: what turns one model's keys and values into another's. SPEC.md, "Maps", has every field."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from formats.atomic import atomic_write
-from formats.errors import KVError, ManifestError
-from formats.files import naming
+from formats.errors import ManifestError
 from formats.manifest import ModelInfo, Node, model_of
 from formats.model_info import model_json
-from formats.tables import Kind, digest_of
+from formats.tables import Arrays, Kind
 
 VERSION = 1
-KIND = Kind("map", VERSION, sealed=True)
 FLOATS = ("<f2", "<f4")
 
 
@@ -85,12 +82,7 @@ class MapFile:
     producer: Mapping[str, str] = field(default_factory=dict)
 
 
-def to_bytes(mapping: MapFile) -> bytes:
-    """The file as bytes.
-
-    Raises:
-        ValueError: a name, dtype, shape or value that a reader would refuse.
-    """
+def _described(mapping: MapFile) -> tuple[Mapping[str, Any], Arrays]:
     arrays = {
         KIND.tensor_name(layer, name): array
         for layer, own in mapping.layers.items()
@@ -116,45 +108,10 @@ def to_bytes(mapping: MapFile) -> bytes:
         ],
         "producer": dict(mapping.producer),
     }
-    data = KIND.to_bytes(body, arrays)
-    try:
-        from_bytes(data)
-    except KVError as error:
-        raise ValueError(f"[map] it could not be read again: {error}") from error
-    return data
+    return body, arrays
 
 
-def from_bytes(data: bytes | memoryview) -> MapFile:
-    """What bytes of a file hold; arrays are views of them. Errors as `read_map`."""
-    return _made(*KIND.parse(data))
-
-
-def read_map(path: str | os.PathLike[str]) -> tuple[MapFile, str]:
-    """A map file and its digest (hex).
-
-    Raises:
-        FormatError: what is wrong with it.
-        OSError: it cannot be read.
-    """
-    with naming(os.fspath(path)):
-        root, arrays, digest = KIND.read(path)
-        return _made(root, arrays), digest
-
-
-def write_map(path: str | os.PathLike[str], mapping: MapFile) -> str:
-    """Write a map file, atomically; returns its digest.
-
-    Raises:
-        ValueError: content that a reader would refuse.
-        OSError: as the system gives it.
-    """
-    data = to_bytes(mapping)
-    with atomic_write(path) as out:
-        out.write(data)
-    return digest_of(data)
-
-
-def _made(root: Node, arrays: Mapping[str, np.ndarray]) -> MapFile:
+def _made(root: Node, arrays: Arrays) -> MapFile:
     by_layer: dict[str, dict[str, np.ndarray]] = {}
     for name, array in arrays.items():
         layer, _, part = name.partition(":")
@@ -192,3 +149,7 @@ def _made(root: Node, arrays: Mapping[str, np.ndarray]) -> MapFile:
         layers=layers,
         producer={name: node.text() for name, node in root.key("producer").items()},
     )
+
+
+KIND = Kind("map", VERSION, "kvtool fit", described=_described, made=_made, sealed=True)
+to_bytes, from_bytes, read_map, write_map = KIND.to_bytes, KIND.from_bytes, KIND.read, KIND.write

@@ -8,8 +8,9 @@ The same model, texts and options on the same machine give the same bytes, and s
 
 from collections.abc import Callable, Mapping, Sequence
 
-from formats.calibration import CalibrationFile, digest_of, to_bytes
+from formats.calibration import CalibrationFile, to_bytes
 from formats.errors import IncompatibleError
+from formats.tables import digest_of
 from kvtool.archive import producer
 from kvtool.calibrations import Calibration
 from kvtool.model import LoadedModel

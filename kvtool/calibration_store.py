@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from formats.atomic import atomic_write
-from formats.calibration import CalibrationFile, digest_of, from_bytes, read_calibration, read_model
+from formats.calibration import CalibrationFile, from_bytes, read_calibration, read_model
 from formats.errors import DigestError, KVError
+from formats.tables import digest_of
 from kvtool.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,8 @@ from kvtool.identity_config import config_digest, differences
 from kvtool.probe import CacheProbe
 from veloxquant_mlx.transfer.rope import RopeSpec
 
+OTHER_SHAPES = "the file is of another model; kvtool explain says whether a map carries it over"
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -41,10 +43,20 @@ def check_identity(path: str, manifest: Manifest, model: ModelInfo, arguments: S
         recode = f"kvtool recode {shlex.quote(path)} -o OUT.kv --to-model {shlex.join(arguments)}"
         explain = f"kvtool explain {shlex.quote(path)} --model {shlex.join(arguments)}"  # recode alone refuses another tokenizer
         raise IncompatibleError(
-            f"computed by {manifest.model.name}, not by {model.name} ({'; '.join(differ)})",
+            f"computed by {', not by '.join(told_apart(manifest.model, model))} ({'; '.join(differ)})",
             path=path,
             hint=recode if tokenizer_difference(manifest.model, model) is None else explain,
         )
+
+
+def told_apart(file: ModelInfo, model: ModelInfo) -> tuple[str, str]:
+    """What to call two models in one sentence: by their names, and where those are the same by their adapters, or as that one and this."""
+    if file.name != model.name:
+        return file.name, model.name
+    if file.adapter != model.adapter:
+        named = [f"with the adapter {short(own.adapter)}" if own.adapter else "without an adapter" for own in (file, model)]
+        return f"{file.name} {named[0]}", f"{model.name} {named[1]}"
+    return f"another {file.name}", f"this {model.name}"
 
 
 def identity_key(model: ModelInfo, probes: Iterable[CacheProbe]) -> dict[str, str | None]:
@@ -148,10 +160,10 @@ def check_layers(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheP
     """Raise IncompatibleError where the file's layer table does not fit the model's, naming the layer and each field that differs."""
     problems = layer_problems(layers, probes)
     if len(layers) != len(probes):
-        raise IncompatibleError(problems[0], path=path, hint="the file is of another model")
+        raise IncompatibleError(problems[0], path=path, hint=OTHER_SHAPES)
     if problems:
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
-        raise IncompatibleError(f"does not fit the model: {'; '.join(problems[:6])}{more}", path=path, hint="the file is of another model")
+        raise IncompatibleError(f"does not fit the model: {'; '.join(problems[:6])}{more}", path=path, hint=OTHER_SHAPES)
 
 
 def layer_problems(layers: Sequence[CacheInfo], probes: Sequence[CacheProbe]) -> list[str]:

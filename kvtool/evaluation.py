@@ -18,9 +18,12 @@ from formats.errors import IncompatibleError
 from kvtool import calibration_texts
 from kvtool.archive import Archive
 from kvtool.archive import open as open_archive
+from kvtool.bridges.alignment import OVERLAP, check_tokenizers
 from kvtool.bridges.bridging import Map, load_across
+from kvtool.bridges.transferring import realigned, source_of
 from kvtool.calibrations import Calibration
 from kvtool.capturing import check_ids, encode_prompt, prefill, token_ids
+from kvtool.compat import tokenizer_difference
 from kvtool.model import LoadedModel
 
 ARMS = ("own", "transferred", "wrong", "none")
@@ -92,6 +95,8 @@ def evaluate(
     wrong: str | Sequence[int] | None = None,
     mapping: Map | None = None,
     recompute: str | None = None,
+    from_model: LoadedModel | None = None,
+    overlap: float = OVERLAP,
     allow_mismatch: bool = False,
     calibration: str | os.PathLike[str] | Calibration | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -105,7 +110,8 @@ def evaluate(
         arms: some of "own", "transferred", "wrong", "none"; "own" is always run, since the others are measured against it.
         tokens: positions to score at most.
         wrong: the text of "wrong", as long as the cached prefix at least; None is a shipped text.
-        mapping, recompute: how "transferred" gets there from another model's file, as in `load_across`; without either, as `load`.
+        mapping, recompute, from_model, overlap: how "transferred" gets there from another model's file, as in `load_across`; without
+            mapping and recompute, as `load`.
         allow_mismatch, calibration: as in `load`.
         progress: called with (positions done, positions in all).
     Raises:
@@ -119,14 +125,15 @@ def evaluate(
     try:
         if archive.tokens is None:
             raise IncompatibleError("the file holds no token ids, so there is no own prefill to compare with", path=archive.path)
-        archive.check_tokens(model)
-        prefix = list(archive.tokens[: archive.length])
+        across = mapping is not None or recompute is not None
+        if across and from_model is None:
+            check_tokenizers(archive.manifest.model, model.info)
+        prefix = _prefix(archive, model, from_model, overlap)
         ids = continuation(model, text, prefix)
         n = min(tokens, len(ids) - 1)
         if n < 1:
             raise ValueError(f"[evaluate] the text gives {len(ids)} tokens after the prefix; at least 2 are needed.")
         others = _wrong(model, wrong, prefix) if "wrong" in arms else []
-        across = mapping is not None or recompute is not None
         caches: dict[str, list[Any]] = {}
         seconds: dict[str, float] = {}
         # The first forward pays for what later ones have: no arm's time is to hold that.
@@ -134,7 +141,8 @@ def evaluate(
         for arm in [a for a in ARMS if a == "own" or a in arms]:
             start = time.perf_counter()
             if arm == "transferred" and across:
-                caches[arm] = load_across(archive.path, model, mapping=mapping, recompute=recompute, calibration=calibration).cache
+                how: dict[str, Any] = {"mapping": mapping, "recompute": recompute, "from_model": from_model, "overlap": overlap}
+                caches[arm] = load_across(archive.path, model, **how, calibration=calibration).cache
             else:
                 caches[arm] = _cache(arm, archive, model, others if arm == "wrong" else prefix, allow_mismatch)
             seconds[arm] = time.perf_counter() - start
@@ -147,6 +155,15 @@ def evaluate(
     finally:
         if archive is not source:
             archive.close()
+
+
+def _prefix(archive: Archive, model: LoadedModel, from_model: LoadedModel | None, overlap: float) -> list[int]:
+    """The cached tokens, as those of `model`."""
+    if from_model is None or tokenizer_difference(archive.manifest.model, model.info) is None:
+        archive.check_tokens(model)
+        return list((archive.tokens or ())[: archive.length])
+    given = realigned(source_of(archive), from_model, model, overlap)
+    return list(given.tokens[: given.length])
 
 
 def continuation(model: LoadedModel, text: str | Sequence[int], prefix: Sequence[int]) -> list[int]:

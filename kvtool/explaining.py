@@ -16,7 +16,7 @@ The checks are those of import, recode and fit themselves.
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.errors import IncompatibleError
@@ -27,7 +27,7 @@ from kvtool.bridges.alignment import OVERLAP, token_bytes
 from kvtool.bridges.pairs import check_layers_of
 from kvtool.bridges.transferring import source_of
 from kvtool.calibrations import KINDS, Calibration
-from kvtool.compat import check_rows, computing_problems, identity_layers, layer_problems, not_compared, rope_problems
+from kvtool.compat import check_rows, computing_problems, identity_layers, layer_problems, not_compared, rope_problems, told_apart
 from kvtool.identity_sketch import SAMPLES, likeness
 from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
@@ -81,6 +81,7 @@ class Explanation:
         commands: what to run, one after the other, for the best bridge.
         instead: other ways, each complete.
         notes: what to know of them.
+        arrays: how many arrays of keys, values and token ids were compared with their digests; None where they were not read.
     """
 
     path: str
@@ -95,22 +96,33 @@ class Explanation:
     commands: tuple[str, ...] = ()
     instead: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    arrays: int | None = None
 
 
 def explain(
-    source: str | os.PathLike[str], model: LoadedModel, *, calibration: str | os.PathLike[str] | Calibration | None = None
+    source: str | os.PathLike[str],
+    model: LoadedModel,
+    *,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
+    check: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Explanation:
-    """How a file stands to a model, and what bridges the difference. Reads the file's header alone.
+    """How a file stands to a model, and what bridges the difference. Reads the file's header alone, unless asked for more.
 
     Args:
         source: a kvtool file.
         model: the model that would go on.
         calibration: as in `load`.
+        check: compare every array with its digest first.
+        progress: called with (stored bytes compared, in all).
     Raises:
         FormatError, IntegrityError: what is wrong with the file, by name.
     """
     with open_archive(source, calibration=calibration) as archive:
-        return _Explainer(archive, model).explain()
+        if check and (damaged := archive.reader.verify(progress)):
+            raise damaged[0].error
+        found = _Explainer(archive, model).explain()
+        return replace(found, arrays=len(archive.reader.tensors)) if check else found
 
 
 class _Explainer:
@@ -127,6 +139,8 @@ class _Explainer:
         verdict, reasons = self._verdict(fields, refused)
         commands, instead, notes = self._ways(verdict, reasons)
         path, names = self.archive.path, (self.theirs.name, self.ours.name)
+        if computing_problems(self.theirs, self.ours):
+            names = told_apart(self.theirs, self.ours)
         accepted = verdict == "identical"
         history = tuple(self.archive.manifest.quality)
         return Explanation(path, *names, verdict, SUMMARIES[verdict], accepted, fields, history, tuple(reasons), commands, instead, notes)

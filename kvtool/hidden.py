@@ -5,7 +5,7 @@ and calls the layers as ever. That needs a plain stream: each layer called once,
 output handed to the next as it is. Whether a model is so is seen by building its graph on two tokens, none of which is evaluated.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -71,6 +71,11 @@ def check_stream(model: LoadedModel) -> None:
             raise IncompatibleError(f"{model.info.name}: layer {i} does not give hidden states in the shape of its input", hint=_HINT)
         if i + 1 < len(seen) and seen[i + 1][1] is not y:
             raise IncompatibleError(f"{model.info.name}: the input of layer {i + 1} is not the output of layer {i}", hint=_HINT)
+
+
+def inputs_left_out(layers: Iterable[int], name: str, why: str) -> str:
+    """The remark that layer inputs of a model are not kept, and why."""
+    return f"what entered layers {', '.join(map(str, layers))} of {name} is left out: {why}"
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def load_model(source: str | Path, *, dtype: str = "auto", adapter: str | Path |
     if dtype not in ("auto", "stored", *DTYPES):
         raise ValueError(f"[load_model] dtype must be one of auto, stored, {', '.join(DTYPES)}, but got {dtype!r}.")
     folder = _folder(source)
-    config = _config(folder)
+    config = _config(folder, "correct it, or copy it again" if Path(source).is_dir() else "download the model again")
     files = ModelFiles.of(folder, None if adapter is None else Path(adapter))
     try:
         model, tokenizer = load(str(folder), adapter_path=None if adapter is None else str(adapter))[:2]
@@ -136,14 +136,16 @@ def _folder(source: str | Path) -> Path:
         ) from error
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path, hint: str) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise IncompatibleError("no config.json", path=str(folder), hint="give the directory that mlx-lm can load") from error
+    except json.JSONDecodeError as error:
+        raise IncompatibleError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}", path=str(path), hint=hint) from error
     except (ValueError, RecursionError) as error:
-        raise IncompatibleError(f"not JSON ({error})", path=str(path), hint="download the model again") from error
+        raise IncompatibleError(f"not JSON ({error})", path=str(path), hint=hint) from error
     if not isinstance(config, dict):
-        raise IncompatibleError(f"holds a {type(config).__name__}, not an object", path=str(path), hint="download the model again")
+        raise IncompatibleError(f"holds a {type(config).__name__}, not an object", path=str(path), hint=hint)
     return config

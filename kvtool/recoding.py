@@ -22,6 +22,7 @@ from kvtool.calibrations import KINDS, Calibration, is_calibrated, resolve
 from kvtool.compat import check_layers, computing_problems, tokenizer_difference
 from kvtool.decoding import FLOATS, check_role, codec_of, part_dtypes, rope_of
 from kvtool.encoding import MLX_AFFINE, Encoder, Positions, RoleSource, SegmentWork, codec_plan
+from kvtool.hidden import inputs_left_out
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe, probe_model
 from kvtool.rope_limits import MAX_BASE
@@ -121,8 +122,8 @@ def recode(
         cache_bytes, values = live_sizes(manifest.layers)
         notes = report.notes
         if len(inputs) < len(manifest.layer_inputs):
-            layers_of = ", ".join(str(given.layer) for given in manifest.layer_inputs)
-            notes = (*notes, f"what entered layers {layers_of} of {manifest.model.name} is left out: it is not {model.name}'s")
+            layers_of = [given.layer for given in manifest.layer_inputs]
+            notes = (*notes, inputs_left_out(layers_of, manifest.model.name, f"it is not {model.name}'s"))
         spec = "as stored" if plan is None else report.codec
         return replace(report, codec=spec, cache_bytes=cache_bytes, fp16_bytes=2 * values, notes=notes)
 
@@ -145,15 +146,16 @@ def check_recode(archive: Archive, model: LoadedModel) -> None:
 
 def _fit(archive: Archive, model: LoadedModel) -> tuple[CacheProbe, ...]:
     """The target's layer table, after checking that the file's layers and tokenizer fit it."""
-    probes = probe_model(model.model)
-    check_layers(archive.path, archive.manifest.layers, probes)
     problem = tokenizer_difference(archive.manifest.model, model.info)
     if problem is not None:
         raise IncompatibleError(
             f"the tokenizer of {archive.manifest.model.name} is not that of {model.info.name}: {problem}",
             path=archive.path,
-            hint="caches move only between models that share a tokenizer",
+            hint="keys alone move only between models that share a tokenizer; else kvtool fit --overlap makes a map, which recode takes "
+            "with --map MAP --from-model A, where A computed the file",
         )
+    probes = probe_model(model.model)
+    check_layers(archive.path, archive.manifest.layers, probes)
     return probes
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import kvtool
-from formats.calibration import digest_of, to_bytes, write_calibration
+from formats.calibration import to_bytes, write_calibration
 from formats.container import open_container
 from formats.errors import IncompatibleError, ManifestError
+from formats.tables import digest_of
 from kvtool.arms import bound_trip
 from kvtool.binding import bind, layer_sources, metric_of
 from kvtool.calibrating import tables_of

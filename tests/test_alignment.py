@@ -142,3 +142,54 @@ def test_by_command(tmp_path: Path, tiny_a: LoadedModel, tiny_d: LoadedModel, ca
     assert json.loads(capsys.readouterr().out)["text"]
     assert run([*command[:-2], "--from-model", "tiny-a"]) == 2
     assert "--from-model goes with --map" in capsys.readouterr().err
+    assert run(command[:-2]) == 5
+    told = capsys.readouterr().err
+    assert "keys alone move only between models that share a tokenizer" in told and "--map MAP --from-model A" in told
+
+
+def test_import_and_eval_align_as_recode_does(
+    tmp_path: Path, tiny_a: LoadedModel, tiny_d: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = tiny_a.tokenizer.encode(held_out_texts()[0])[:96]
+    kvtool.save(capture(tiny_a, ids), tmp_path / "a.kv")
+    write_map(tmp_path / "map", mapping())
+    (tmp_path / "rest").write_text(tiny_a.tokenizer.decode(tiny_a.tokenizer.encode(held_out_texts()[0])[96:300]))
+    across = ["--map", str(tmp_path / "map"), "--recompute", "first=4"]
+    by = [*across, "--from-model", "tiny-a"]
+    assert run(["recode", str(tmp_path / "a.kv"), "-o", str(tmp_path / "d.kv"), "--to-model", TINY_D, *by, "--codec", "raw"]) == 0
+    capsys.readouterr()
+    verbs = (["import", "--prompt", " and", "--max-tokens", "6"], ["eval", "--text", str(tmp_path / "rest"), "--n", "40"])
+    for verb, *rest in verbs:
+        results = []
+        for file, more in (("d.kv", []), ("a.kv", by)):
+            assert run([verb, str(tmp_path / file), "--model", TINY_D, *rest, *more, "--json"]) == 0
+            results.append(json.loads(capsys.readouterr().out))
+        if verb == "import":
+            assert results[0]["text"] == results[1]["text"] and results[0]["usable_tokens"] == results[1]["usable_tokens"]
+        else:
+            assert results[0]["text"] == results[1]["text"] and results[0]["prefix"] == results[1]["prefix"] == len(
+                align(tiny_a, tiny_d, ids).target
+            )
+            ours, theirs = ([arm["kl"] for arm in result["arms"]] for result in results)
+            assert np.allclose(ours, theirs, rtol=1e-3, atol=1e-6) and 0 < ours[1] < ours[2]
+        assert run([verb, str(tmp_path / "a.kv"), "--model", TINY_D, *rest, *across]) == 5
+        assert "--from-model A" in capsys.readouterr().err
+        assert run([verb, str(tmp_path / "a.kv"), "--model", TINY_D, *rest, *by, "--overlap", "0.99"]) == 5
+        assert "of which 99% are asked for" in capsys.readouterr().err
+        assert run([verb, str(tmp_path / "a.kv"), "--model", TINY_D, *rest, "--from-model", "tiny-a"]) == 2
+        assert "--from-model goes with --map" in capsys.readouterr().err
+
+
+def test_tokens_that_were_not_run_yet_are_still_to_be_run(tiny_a: LoadedModel, tiny_d: LoadedModel) -> None:
+    """A file may hold tokens beyond its rows: aligned, they are tokens without a row, and none is lost."""
+    ids = tuple(tiny_a.tokenizer.encode(held_out_texts()[0])[:40])
+    source = replace(source_of_snapshot(capture(tiny_a, ids, layer_inputs=[1])), length=35)
+    found = realigned(source, tiny_a, tiny_d)
+    pieces = [token_bytes(model, own) for model, own in ((tiny_a, ids), (tiny_d, found.tokens))]
+    assert b"".join(pieces[0]) == b"".join(pieces[1])
+    seen = len(b"".join(pieces[0][:35]))
+    ends = np.cumsum([len(piece) for piece in pieces[1]])
+    assert found.length == np.sum(ends <= seen) < len(found.tokens)
+    rows, _ = oracle(*pieces)
+    assert np.array_equal(found.rows(2), source.rows(2)[rows[: found.length]])
+    assert np.array_equal(np.array(found.layer_input(1)), np.array(source.layer_input(1))[rows[: found.length]])

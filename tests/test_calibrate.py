@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from formats.calibration import digest_of, read_calibration, to_bytes
+from formats.calibration import read_calibration, to_bytes
 from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
+from formats.tables import digest_of
 from kvtool import calibrating
 from kvtool.calibrating import calibrate, tables_of
 from kvtool.calibrations import Calibration

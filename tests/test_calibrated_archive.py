@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import kvtool
-from formats.calibration import digest_of, from_bytes, to_bytes
+from formats.calibration import from_bytes, to_bytes
 from formats.container import open_container
 from formats.errors import DigestError, IncompatibleError, ManifestError
+from formats.tables import digest_of
 from kvtool import binding, calibrations
 from kvtool import calibration_store as store
 from kvtool.archive import write_archive

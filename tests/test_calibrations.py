@@ -15,9 +15,10 @@ from blake3 import blake3
 from safetensors.numpy import load_file
 
 from formats import atomic
-from formats.calibration import CalibrationFile, digest_of, from_bytes, read_calibration, read_model, to_bytes, write_calibration
+from formats.calibration import CalibrationFile, from_bytes, read_calibration, read_model, to_bytes, write_calibration
 from formats.errors import FormatError, IncompatibleError, KVError, LayoutError, ManifestError, NotKvtoolError, VersionError
 from formats.manifest import ModelInfo
+from formats.tables import digest_of
 from kvtool import calibration_store as store
 from kvtool.calibrations import AUTO, SELF, Calibration, resolve
 from kvtool.cli import run

@@ -100,10 +100,42 @@ def test_another_models_chunk_is_refused(tiny_a: LoadedModel, ids: list[int]) ->
     for change in ({"weights": "f" * 64}, {"weights": None}, {"tokenizer": "f" * 64}):
         other = replace(given, model=replace(given.model, **change))
         for attempt in (lambda other=other: join([given, other], tiny_a), lambda other=other: cut(other, tiny_a, 0, 3)):
-            with pytest.raises(IncompatibleError, match="computed by tiny-a, not by tiny-a"):
+            with pytest.raises(IncompatibleError, match="computed by another tiny-a, not by this tiny-a"):
                 attempt()
     with pytest.raises(ValueError, match="got 0 files"):
         join([], tiny_a)
+
+
+def test_layer_inputs_are_those_of_the_rows(tiny_a: LoadedModel, ids: list[int]) -> None:
+    """Kept with the rows that they entered with: of a whole text where all tokens are run anew, of each chunk where none are."""
+    one, two = (capture(tiny_a, part, layer_inputs=[1, 2]) for part in (ids[:60], ids[60:100]))
+    whole = capture(tiny_a, ids[:100], layer_inputs=[1, 2])
+    for recompute, wanted in ((40, whole.inputs), (0, {i: mx.concatenate([one.inputs[i], two.inputs[i]]) for i in (1, 2)})):
+        joined = join([source_of_snapshot(one), source_of_snapshot(two)], tiny_a, recompute)
+        assert sorted(joined.inputs) == [1, 2] and "left out" not in joined.history[-1]["note"]
+        for layer, rows in joined.inputs.items():
+            assert np.allclose(f64(rows), f64(wanted[layer]), atol=1e-4 * np.abs(f64(wanted[layer])).max())
+    part = join([source_of_snapshot(one), source_of_snapshot(two)], tiny_a, 8).inputs[1]
+    assert np.allclose(f64(part[:68]), f64(whole.inputs[1][:68]), atol=1e-4) and np.array_equal(f64(part[68:]), f64(two.inputs[1][8:]))
+    assert np.array_equal(f64(cut(source_of_snapshot(whole), tiny_a, 10, 30).inputs[2]), f64(whole.inputs[2][10:30]))
+    lacking = join([source_of_snapshot(one), source_of_snapshot(capture(tiny_a, ids[60:100], layer_inputs=[2]))], tiny_a)
+    assert sorted(lacking.inputs) == [2] and "what entered layers 1 is left out, which not all chunks have" in lacking.history[-1]["note"]
+
+
+def test_layer_inputs_through_files(tiny_a: LoadedModel, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, out, store = (str(tmp_path / name) for name in ("one.kv", "out.kv", "store"))
+    kvtool.save(capture(tiny_a, ids[:40], layer_inputs=[1]), one)
+    assert run(["join", one, one, "--model", "tiny-a", "-o", out]) == 0
+    with kvtool.open(one) as a, kvtool.open(out) as b:
+        twice = mx.concatenate([a.decoder.layer_input(1)] * 2)
+        assert np.allclose(f64(b.decoder.layer_input(1)), f64(twice), atol=0.02 * float(mx.abs(twice).max()))
+    assert run(["store", "put", store, one, "--model", "tiny-a"]) == 0
+    remark = "what entered layers 1 of tiny-a is left out: "
+    assert remark + "a store keeps keys and values alone" in capsys.readouterr().err
+    assert run(["recode", one, "-o", out, "--to-model", "tiny-b", "--recompute", "layers=1-2"]) == 0
+    assert remark + "it is not tiny-b's" in capsys.readouterr().err
+    assert run(["export", "--model", "tiny-a", "--prompt", "a", "--layer-input", "1", "--store", store]) == 2
+    assert "--layer-input goes with --output" in capsys.readouterr().err
 
 
 def test_by_command(tiny_a: LoadedModel, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -376,6 +376,17 @@ def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no such directory" in capsys.readouterr().err
     assert run(["export", "--model", str(tmp_path), "--prompt", "a", "-o", str(tmp_path / "x.kv")]) == 5
     assert "config.json" in capsys.readouterr().err
+    # What is wrong in a folder of one's own is said by its place, and needs no download.
+    for text, place in (
+        ('{"a": 1,\n "b" 2}', "line 2, column 6"),
+        ("[1]", "holds a list"),
+        ("\ufeff{}", "line 1, column 1"),
+        ("", "line 1, column 1"),
+    ):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        assert run(["export", "--model", str(tmp_path), "--prompt", "a", "-o", str(tmp_path / "x.kv")]) == 5
+        told = capsys.readouterr().err
+        assert str(tmp_path / "config.json") in told and place in told and "hint: correct it, or copy it again" in told
 
 
 def test_traceback_only_with_vv(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,6 +147,46 @@ def test_an_absent_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert explain(tmp_path / "a.kv", tiny_a, calibration=tmp_path / "cal").accepted
 
 
+def test_damaged_arrays_are_seen_where_they_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_a: LoadedModel) -> None:
+    path = tmp_path / "a.kv"
+    kvtool.save(kvtool.capture(tiny_a, "A long shared prompt. " * 9), path)
+    command = ["explain", str(path), "--model", "tiny-a"]
+    assert run([*command, "--check"]) == 0
+    assert f"arrays: {len(Reader(path).tensors)}, each as it was written" in capsys.readouterr().out
+    data = bytearray(path.read_bytes())
+    data[-70] ^= 1
+    path.write_bytes(data)
+    assert run(command) == 0
+    assert "arrays: not read; --check compares them with their digests" in capsys.readouterr().out
+    assert run([*command, "--json"]) == 0 and json.loads(capsys.readouterr().out)["arrays"] is None
+    assert run([*command, "--check"]) == 4
+    told = capsys.readouterr().err
+    assert "has digest" in told and f"hint: kvtool check {path} names all that is wrong" in told
+    for damage, code, hint in (
+        (data[:-64], 3, "kvtool check"),
+        (data[:300] + b"x" + data[301:], 4, "kvtool check"),
+        (b"", 3, "give a file of kvtool export"),
+    ):
+        path.write_bytes(damage)
+        assert run(command) == code
+        assert f"hint: {hint}" in capsys.readouterr().err
+
+
+def test_one_name_for_two_models(tmp_path: Path, tiny_a: LoadedModel) -> None:
+    saved(tiny("llama"), tmp_path / "a.kv")
+    adapted = renamed(tiny("llama"), adapter="ab" * 32)
+    found = explain(tmp_path / "a.kv", adapted)
+    name = tiny("llama").info.name
+    assert (found.computed_by, found.model) == (f"{name} without an adapter", f"{name} with the adapter abababababab")
+    with pytest.raises(IncompatibleError, match=f"computed by {name} without an adapter, not by {name} with the adapter abababababab"):
+        kvtool.load(tmp_path / "a.kv", adapted)
+    with pytest.raises(IncompatibleError, match=f"computed by another {name}, not by this {name}"):
+        kvtool.load(tmp_path / "a.kv", renamed(tiny("llama"), weights="cd" * 32))
+    saved(adapted, tmp_path / "b.kv")
+    with pytest.raises(IncompatibleError, match=f"by {name} with the adapter abababababab, not by {name} with the adapter cdcdcdcdcdcd"):
+        kvtool.load(tmp_path / "b.kv", renamed(tiny("llama"), adapter="cd" * 32))
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_a: LoadedModel) -> None:
     path = tmp_path / "a file.kv"
     kvtool.save(kvtool.capture(tiny_a, "A long shared prompt. " * 9), path)

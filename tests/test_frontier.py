@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import kvtool
-from formats.calibration import digest_of, from_bytes
+from formats.calibration import from_bytes
 from formats.errors import BackendError
+from formats.tables import digest_of
 from kvtool import calibrations
 from kvtool.arms import CHUNK, Arm, TextArms
 from kvtool.calibrations import Calibration

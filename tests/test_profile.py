@@ -162,7 +162,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "p").write_bytes(newer)
     with pytest.raises(VersionError, match="2 is newer than 1"):
         read_profile(tmp_path / "p")
-    (tmp_path / "p").write_bytes(KIND.to_bytes({"source": 1}, {}))
+    (tmp_path / "p").write_bytes(KIND._stored({"source": 1}, {}))
     with pytest.raises(ManifestError, match="rows"):
         read_profile(tmp_path / "p")
 

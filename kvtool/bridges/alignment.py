@@ -15,6 +15,7 @@ import numpy as np
 
 from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
+from kvtool.compat import tokenizer_difference
 from kvtool.model import LoadedModel
 
 OVERLAP = 0.5  # at least so many target tokens must end where a source token does
@@ -39,6 +40,17 @@ class Alignment:
     def same(cls, ids: Sequence[int]) -> "Alignment":
         """Of one tokenizer with itself."""
         return cls(tuple(ids), tuple(ids), np.arange(len(ids)), 1.0)
+
+
+def check_tokenizers(source: ModelInfo, target: ModelInfo) -> None:
+    """Raise IncompatibleError where two models have unlike tokenizers, saying what goes between them."""
+    problem = tokenizer_difference(source, target)
+    if problem is not None:
+        raise IncompatibleError(
+            f"the tokenizer of {source.name} is not that of {target.name}: {problem}",
+            hint="kvtool fit --overlap makes a map between tokenizers; recode, import and eval take it with --map MAP --from-model A, "
+            "where A computed the rows",
+        )
 
 
 def check_overlap(overlap: float, least: float, source: ModelInfo, target: ModelInfo) -> None:

@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvtool.calibrations import Calibration, is_calibrated
 from kvtool.capturing import Snapshot
 from kvtool.compat import tokenizer_difference
 from kvtool.encoding import codec_plan
+from kvtool.hidden import inputs_left_out
 from kvtool.live import Placement
 from kvtool.model import LoadedModel
 from kvtool.snapshot import build_caches
@@ -38,8 +40,8 @@ def transferred(
     from_model: LoadedModel | None = None,
     overlap: float = OVERLAP,
     progress: Progress | None = None,
-) -> tuple[Snapshot, str | None]:
-    """A file's cache as `model`'s, decoded, and the spec of the codec that the file was encoded with, None where it does not say.
+) -> tuple[Snapshot, str | None, tuple[str, ...]]:
+    """A file's cache as `model`'s, decoded, the spec of the codec that the file was encoded with, None where it does not say, and remarks.
 
     The history's last step has the seconds that it took: `load` (opening file and map), `map` (decoding, mapping, rotating), `recompute`.
 
@@ -68,13 +70,14 @@ def transferred(
         elif not unlike:
             archive.check_tokens(model)
         plan = Recompute.parse(recompute, given.length) if isinstance(recompute, str) else recompute
+        remarks = () if not given.inputs else (inputs_left_out(given.inputs, given.model.name, f"it is not {model.info.name}'s"),)
         chosen = mapping if isinstance(mapping, MapFile) or mapping is None else read_map(mapping)[0]
         steps = [step["codec"] for step in archive.manifest.quality if isinstance(step.get("codec"), str)]
         opened = time.perf_counter()
         snapshot = transfer(given, model, mapping=chosen, recompute=plan, progress=progress)
     step = snapshot.history[-1]
     step["seconds"] = {"load": round(opened - begun, 4), **step["seconds"]}
-    return snapshot, next((spec for spec in reversed(steps) if spec != "as stored"), None)
+    return snapshot, next((spec for spec in reversed(steps) if spec != "as stored"), None), remarks
 
 
 def planned(
@@ -121,9 +124,9 @@ def recode_across(
         progress: called with (bytes written, bytes in all).
     """
     more: dict[str, Any] = {"calibration": calibration, "from_model": from_model, "overlap": overlap}
-    snapshot, own = transferred(source, to_model, mapping=mapping, recompute=recompute, **more)
+    snapshot, own, remarks = transferred(source, to_model, mapping=mapping, recompute=recompute, **more)
     chosen = codec if codec is not None else own or "raw"
-    return save(
+    report = save(
         snapshot,
         target,
         codec=chosen,
@@ -135,6 +138,7 @@ def recode_across(
         details=details,
         progress=progress,
     )
+    return replace(report, notes=(*report.notes, *remarks))
 
 
 def _takes_calibration(codec: str | CodecPlan) -> bool:
@@ -150,25 +154,29 @@ def load_across(
     recompute: str | Recompute | None = None,
     live: str | CodecPlan | None = None,
     calibration: str | os.PathLike[str] | Calibration | None = None,
+    from_model: LoadedModel | None = None,
+    overlap: float = OVERLAP,
     progress: Progress | None = None,
 ) -> Restored:
     """Bring a file of another model to life in `model`, by a map, by recomputing a part, or both.
 
     Args:
-        source, model, mapping, recompute, calibration: as in `transferred`.
+        source, model, mapping, recompute, calibration, from_model, overlap: as in `transferred`.
         live: codec that rows are kept in while they live; None decodes them.
         progress: called with (layers done, layers in all).
 
     Raises:
         IncompatibleError: as `transfer`.
     """
+    how: dict[str, Any] = {"mapping": mapping, "recompute": recompute, "calibration": calibration}
+    how |= {"from_model": from_model, "overlap": overlap}
     if live is None:
-        snapshot, _ = transferred(source, model, mapping=mapping, recompute=recompute, calibration=calibration, progress=progress)
+        snapshot, _, _ = transferred(source, model, **how, progress=progress)
         placed = tuple(Placement(False, "transferred", lossy=True, sharable=True) for _ in snapshot.states)
         return Restored(build_caches(snapshot.states), snapshot.tokens, snapshot.length, (snapshot.history[-1]["note"],), placed)
     with tempfile.TemporaryDirectory(prefix="kvtool-") as folder:
         path = Path(folder) / "live.kv"
-        report = recode_across(source, path, model, mapping=mapping, recompute=recompute, codec=live, calibration=calibration)
+        report = recode_across(source, path, model, **how, codec=live)
         with open_archive(path, calibration=calibration) as archive:
             restored = archive.load(model, progress=progress)
             done = next(step["note"] for step in reversed(archive.manifest.quality) if step["step"] == "transfer")

@@ -14,7 +14,8 @@ from kvtool.bridges.pairs import check_layers_of
 from kvtool.bridges.running import continued, full_state
 from kvtool.bridges.transferring import Source, cached
 from kvtool.capturing import Snapshot
-from kvtool.compat import computing_problems, tokenizer_difference
+from kvtool.compat import computing_problems, tokenizer_difference, told_apart
+from kvtool.hidden import inputs_taken
 from kvtool.model import LoadedModel
 from kvtool.states import CacheState
 
@@ -28,7 +29,8 @@ def join(sources: Sequence[Source], model: LoadedModel, recompute: int = 0) -> S
         recompute: first tokens of each later chunk that the model runs anew, over all that stands before them.
 
     Returns:
-        Snapshot; rows of later chunks, but for those run anew, have not seen the chunks before theirs.
+        Snapshot; rows of later chunks, but for those run anew, have not seen the chunks before theirs. It has the layer inputs that all
+        chunks have.
 
     Raises:
         ValueError: no source, or a negative number.
@@ -41,11 +43,16 @@ def join(sources: Sequence[Source], model: LoadedModel, recompute: int = 0) -> S
         _check(source, model)
     tokens = list(sources[0].tokens[: sources[0].length])
     states = [full_state(*cached(mx.array(sources[0].rows(i)), probe)) for i, probe in enumerate(probes)]
+    kept = sorted(set.intersection(*(set(source.inputs) for source in sources)))
+    inputs = {layer: [sources[0].layer_input(layer)] for layer in kept}
     ran = 0
     for source in sources[1:]:
         chunk = list(source.tokens[: source.length])
         anew = min(recompute, len(chunk))
-        states = continued(states, model, chunk[:anew])
+        with inputs_taken(model, kept if anew else ()) as taken:
+            states = continued(states, model, chunk[:anew])
+        for layer in kept:
+            inputs[layer] += [*taken.get(layer, []), source.layer_input(layer)[anew:]]
         ran += anew
         first = len(tokens) + anew
         for i, probe in enumerate(probes):
@@ -54,8 +61,13 @@ def join(sources: Sequence[Source], model: LoadedModel, recompute: int = 0) -> S
         tokens += chunk
     step: dict[str, Any] = {"step": "join", "chunks": [source.length for source in sources], "recomputed": ran}
     step["note"] = f"{len(sources)} chunks, of which later ones have not seen earlier ones; {ran} tokens at their beginnings recomputed"
-    history = tuple(entry for source in sources for entry in source.history)
-    return Snapshot(model.info, tuple(tokens), len(tokens), tuple(states), probes, (*history, *([step] if len(sources) > 1 else [])))
+    left_out = sorted(set.union(*(set(source.inputs) for source in sources)) - set(kept))
+    if left_out:
+        step["note"] += f"; what entered layers {', '.join(map(str, left_out))} is left out, which not all chunks have"
+    history = (*(entry for source in sources for entry in source.history), *([step] if len(sources) > 1 else []))
+    rows = {layer: mx.concatenate(parts) for layer, parts in inputs.items()}
+    mx.eval(rows)
+    return Snapshot(model.info, tuple(tokens), len(tokens), tuple(states), probes, history, rows)
 
 
 def cut(source: Source, model: LoadedModel, start: int, stop: int) -> Snapshot:
@@ -74,11 +86,13 @@ def cut(source: Source, model: LoadedModel, start: int, stop: int) -> Snapshot:
     probes = check_layers_of(model)
     _check(source, model)
     states = tuple(full_state(*cached(mx.array(source.rows(i)[start:stop]), probe)) for i, probe in enumerate(probes))
+    inputs = {layer: source.layer_input(layer)[start:stop] for layer in source.inputs}
+    mx.eval(inputs)
     history = source.history
     if start:
         note = f"rows of tokens {start} to {stop} have seen the {start} before them, which are gone"
         history = (*history, {"step": "cut", "tokens": [start, stop], "note": note})
-    return Snapshot(model.info, tuple(source.tokens[start:stop]), stop - start, states, probes, history)
+    return Snapshot(model.info, tuple(source.tokens[start:stop]), stop - start, states, probes, history, inputs)
 
 
 def _check(source: Source, model: LoadedModel) -> None:
@@ -87,7 +101,7 @@ def _check(source: Source, model: LoadedModel) -> None:
     differ += [] if tokenizer is None else [f"tokenizer: {tokenizer}"]
     if differ:
         raise IncompatibleError(
-            f"computed by {source.model.name}, not by {model.info.name}: {'; '.join(differ)}",
+            f"computed by {', not by '.join(told_apart(source.model, model.info))}: {'; '.join(differ)}",
             hint="chunks go together in the model that computed them; kvtool recode --to-model, with a map, brings one over",
         )
 

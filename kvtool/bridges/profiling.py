@@ -23,7 +23,7 @@ from kvtool.bridges.running import check_scattered
 from kvtool.bridges.transferring import Source, source_of_snapshot, transfer
 from kvtool.bridges.work import Work
 from kvtool.capturing import capture, check_ids, encode_prompt, token_ids
-from kvtool.compat import computing_problems, short
+from kvtool.compat import computing_problems, short, told_apart
 from kvtool.hidden import check_stream
 from kvtool.model import LoadedModel
 from kvtool.snapshot import build_caches
@@ -156,7 +156,8 @@ def choose(
         differ = computing_problems(own, model)
         if differ:
             raise IncompatibleError(
-                f"the profile's {side} is {own.name}, not {model.name}: {'; '.join(differ)}", hint="kvtool profile makes one for these two"
+                f"the profile's {side} is {', not '.join(told_apart(own, model))}: {'; '.join(differ)}",
+                hint="kvtool profile makes one for these two",
             )
     if found.mapping != mapping:
         raise IncompatibleError(

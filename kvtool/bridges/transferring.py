@@ -18,13 +18,13 @@ from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
 from formats.transfer_map import LayerMap, MapFile
 from kvtool.archive import Archive
-from kvtool.bridges.alignment import OVERLAP, align, check_overlap
+from kvtool.bridges.alignment import OVERLAP, align, check_overlap, check_tokenizers
 from kvtool.bridges.pairs import before_rope, check_layers_of
 from kvtool.bridges.recompute import Recompute, recomputed
 from kvtool.bridges.running import full_state
 from kvtool.bridges.work import Work
 from kvtool.capturing import Snapshot
-from kvtool.compat import computing_problems, tokenizer_difference
+from kvtool.compat import computing_problems, tokenizer_difference, told_apart
 from kvtool.decoding import rope_of
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe
@@ -117,13 +117,20 @@ def realigned(source: Source, computed_by: LoadedModel, target: LoadedModel, lea
         raise IncompatibleError(
             f"the tokens are not those of {computed_by.info.name}: {problem}", hint=f"give {source.model.name}, which computed the rows"
         )
-    own = align(computed_by, target, source.tokens[: source.length])
+    own = align(computed_by, target, source.tokens)
     check_overlap(own.overlap, least, source.model, target.info)
-    note = f"{source.length} tokens taken for {len(own.target)} of another tokenizer, {own.overlap:.0%} of which end where they do"
+    # Tokens that the source had not run yet are still to be run: those of the target that end among them have no row.
+    length = int(np.searchsorted(own.rows, source.length))
+    note = f"{source.length} tokens taken for {length} of another tokenizer, {own.overlap:.0%} of which end where they do"
     step = {"step": "align", "from": source.model.name, "to": target.info.name, "overlap": round(own.overlap, 4), "note": note}
     info = replace(source.model, tokenizer=target.info.tokenizer, tokenizer_state=target.info.tokenizer_state)
-    rows = source.rows
-    return Source(info, own.target, len(own.target), lambda layer: rows(layer)[own.rows], source.shapes, (*source.history, step))
+    at = own.rows[:length]
+    inputs = {layer: partial(_taken, given, at) for layer, given in source.inputs.items()}
+    return Source(info, own.target, length, lambda layer: source.rows(layer)[at], source.shapes, (*source.history, step), inputs)
+
+
+def _taken(given: Callable[[], mx.array], at: np.ndarray) -> mx.array:
+    return given()[mx.array(at)]
 
 
 def source_of_snapshot(snapshot: Snapshot) -> Source:
@@ -216,17 +223,13 @@ def _note(step: dict[str, Any], plan: Recompute) -> str:
 
 
 def _check_models(source: Source, target: LoadedModel, mapping: MapFile | None) -> None:
-    problem = tokenizer_difference(source.model, target.info)
-    if problem is not None:
-        raise IncompatibleError(
-            f"the tokenizer of {source.model.name} is not that of {target.info.name}: {problem}",
-            hint="kvtool fit --overlap makes a map between tokenizers, and kvtool recode --map --from-model takes it",
-        )
+    check_tokenizers(source.model, target.info)
     for side, own, model in () if mapping is None else (("source", mapping.source, source.model), ("target", mapping.target, target.info)):
         differ = computing_problems(own, model)
         if differ:
             raise IncompatibleError(
-                f"the map's {side} is {own.name}, not {model.name}: {'; '.join(differ)}", hint="kvtool fit makes one for these two"
+                f"the map's {side} is {', not '.join(told_apart(own, model))}: {'; '.join(differ)}",
+                hint="kvtool fit makes one for these two",
             )
 
 

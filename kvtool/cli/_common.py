@@ -58,6 +58,17 @@ adapter_a_option, adapter_b_option = (
 map_option = click.option(
     "--map", "mapping", type=click.Path(exists=True, dir_okay=False), metavar="MAP", help="Map rows by this file of `kvtool fit`."
 )
+from_model_option = click.option(
+    "--from-model", metavar="A", help="With --map, where M has another tokenizer: the model that computed IN.kv, for its own."
+)
+overlap_option = click.option(
+    "--overlap",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    metavar="X",
+    help="With --from-model: the share of M's tokens that must end where one of A's does.",
+)
 recompute_option = click.option(
     "--recompute",
     metavar="PLAN",

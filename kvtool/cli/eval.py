@@ -12,9 +12,11 @@ from kvtool.cli._common import (
     check_target,
     dtype_option,
     emit,
+    from_model_option,
     json_option,
     map_option,
     note,
+    overlap_option,
     quality_line,
     read_text,
     recompute_option,
@@ -23,7 +25,7 @@ from kvtool.cli._common import (
 if TYPE_CHECKING:
     from kvtool.sweeping import SweepReport
 
-FILE_ONLY = ("arms", "wrong_file", "mapping", "recompute", "do_seal", "allow_mismatch")
+FILE_ONLY = ("arms", "wrong_file", "mapping", "recompute", "from_model", "overlap", "do_seal", "allow_mismatch")
 SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "passkeys", "plot_file", "chunk", "foreign_calibration")
 
 
@@ -48,6 +50,8 @@ SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "
 @click.option("--wrong-text", "wrong_file", metavar="F", help="Text of the arm wrong, another document's cache; a shipped one by default.")
 @map_option
 @recompute_option
+@from_model_option
+@overlap_option
 @click.option("--seal", "do_seal", is_flag=True, help="Write the result into IN.kv, for import --require.")
 @click.option(
     "--n", "tokens", type=click.IntRange(1), metavar="N", help="Positions to score at most, a text; 256, or 896 of a streaming sweep."
@@ -126,6 +130,8 @@ def command(
     wrong_file: str | None,
     mapping: str | None,
     recompute: str | None,
+    from_model: str | None,
+    overlap: float,
     do_seal: bool,
     tokens: int | None,
     allow_mismatch: bool,
@@ -177,6 +183,8 @@ def command(
         raise click.UsageError(
             "--seal says what a file is worth as it is: write one with kvtool recode --map or --recompute, and seal that"
         )
+    if from_model is not None and mapping is None:
+        raise click.UsageError("--from-model goes with --map")
     from kvtool.evaluation import evaluate
     from kvtool.model import load_model
     from kvtool.sealing import seal
@@ -194,6 +202,8 @@ def command(
             wrong=None if wrong_file is None else read_text(wrong_file),
             mapping=mapping,
             recompute=recompute,
+            from_model=None if from_model is None else load_model(from_model, dtype=dtype),
+            overlap=overlap,
             allow_mismatch=allow_mismatch,
             calibration=calibration,
             progress=progress,

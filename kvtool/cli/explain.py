@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING
 import click
 
 from formats.errors import IncompatibleError
-from kvtool.cli._common import adapter_option, calibration_option, dtype_option, emit, json_option, model_option, printable, quality_line
+from kvtool.cli._common import (
+    adapter_option,
+    bar,
+    calibration_option,
+    dtype_option,
+    emit,
+    json_option,
+    model_option,
+    printable,
+    quality_line,
+)
 
 if TYPE_CHECKING:
     from kvtool.explaining import Explanation
@@ -18,13 +28,15 @@ MOST = 4  # differences of one field in the text; --json has all
 @click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
 @model_option
 @adapter_option
+@click.option("--check", is_flag=True, help="Read the whole file and compare every array with its digest first.")
 @calibration_option
 @dtype_option
 @json_option
-def command(source: str, model_name: str, adapter: str | None, calibration: str | None, dtype: str, as_json: bool) -> None:
+def command(source: str, model_name: str, adapter: str | None, check: bool, calibration: str | None, dtype: str, as_json: bool) -> None:
     """Say whether import takes a file into a model, what differs field by field, and what to run to carry the cache over.
 
-    Exits with 0 where import takes the file as it is, else with 5. Reads the file's header alone.
+    Exits with 0 where import takes the file as it is, else with 5. Reads the file's header alone: without --check, keys and values may be
+    damaged. A damaged file exits with 3 or 4.
 
     \b
     Example:
@@ -33,7 +45,9 @@ def command(source: str, model_name: str, adapter: str | None, calibration: str 
     from kvtool.explaining import explain
     from kvtool.model import load_model
 
-    found = explain(source, load_model(model_name, dtype=dtype, adapter=adapter), calibration=calibration)
+    model = load_model(model_name, dtype=dtype, adapter=adapter)
+    with bar("reading", quiet=as_json) as progress:
+        found = explain(source, model, calibration=calibration, check=check, progress=progress)
     emit(as_json, asdict(found), as_text(found))
     if not found.accepted:
         raise click.exceptions.Exit(IncompatibleError.exit_code)
@@ -52,4 +66,6 @@ def as_text(found: "Explanation") -> str:
     lines += [f"  run:     {text}" for text in found.commands]
     lines += [f"  instead: {text}" for text in found.instead]
     lines += [f"  note: {text}" for text in found.notes]
+    read = "not read; --check compares them with their digests"
+    lines += [f"  arrays: {read if found.arrays is None else f'{found.arrays}, each as it was written'}"]
     return "\n".join(map(printable, lines))

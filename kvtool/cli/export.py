@@ -131,6 +131,8 @@ def command(
         raise click.UsageError("--quality measures on the prompt, so it does not go with --from-cache")
     if (output is None) == (where is None) or (where is None and quota is not None) or (where is not None and no_zstd):
         raise click.UsageError("give one of --output and --store; --quota goes with the latter, --no-zstd with the former")
+    if where is not None and layer_inputs is not None:
+        raise click.UsageError("--layer-input goes with --output: a store keeps keys and values alone")
     if output is not None:
         check_target(output)
     ids = None if tokens_file is None else read_tokens(tokens_file)

@@ -62,6 +62,7 @@ def command(
 
     from formats.transfer_map import write_map
     from kvtool.bridges.fitting import fit
+    from kvtool.compat import tokenizer_difference
     from kvtool.model import load_model
 
     start = time.monotonic()
@@ -85,7 +86,8 @@ def command(
         "seconds": round(time.monotonic() - start, 1),
     }
     left = [own.unexplained for own in mapping.layers.values()]
-    use = shlex.join(["kvtool", "recode", "IN.kv", "-o", "OUT.kv", "--to-model", *target.arguments, "--map", output])
+    by = [] if tokenizer_difference(mapping.source, mapping.target) is None else ["--from-model", source.argument]
+    use = shlex.join(["kvtool", "recode", "IN.kv", "-o", "OUT.kv", "--to-model", *target.arguments, "--map", output, *by])
     emit(
         as_json,
         data,

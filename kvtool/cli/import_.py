@@ -18,11 +18,13 @@ from kvtool.cli._common import (
     check_target,
     dtype_option,
     emit,
+    from_model_option,
     json_option,
     map_option,
     model_option,
     note,
     opened,
+    overlap_option,
     quality_line,
     quota_option,
     read_text,
@@ -73,6 +75,8 @@ def _finite(value: float) -> float:
 )
 @map_option
 @recompute_option
+@from_model_option
+@overlap_option
 @click.option("--require", "limits", metavar="LIMITS", help="Refuse (exit 7) unless sealed to be as good, such as kl=0.05,top1=0.9.")
 @click.option("--chat", is_flag=True, help="With --store: wrap the prompt as a user's message in the model's chat template.")
 @click.option("--codec", metavar="SPEC", help="With --store: code what was run like this; by default like its beginning, else rvq-4.")
@@ -103,6 +107,8 @@ def command(
     allow_mismatch: bool,
     mapping: str | None,
     recompute: str | None,
+    from_model: str | None,
+    overlap: float,
     limits: str | None,
     chat: bool,
     codec: str | None,
@@ -122,6 +128,7 @@ def command(
       kvtool import report.kv --model tiny-a --prompt "In short:" --max-tokens 40
       kvtool import --store prompts --model tiny-a --prompt-file report.txt
       kvtool import report.kv --model tiny-a --to mlx-lm report.safetensors
+      kvtool import report.kv --model C --map a-to-c.safetensors --from-model tiny-a --prompt "In short:"
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give one of --prompt and --prompt-file")
@@ -129,8 +136,10 @@ def command(
         raise click.UsageError("give one of IN.kv and --store")
     if where is None and (chat or no_put or (codec, every, quota) != (None, None, None)):
         raise click.UsageError("--chat, --codec, --snapshot-every, --no-put and --quota go with --store")
-    if where is not None and (target, live, mapping, recompute, limits, allow_mismatch) != (None, None, None, None, None, False):
-        raise click.UsageError("--to, --live, --map, --recompute, --require and --allow-mismatch go with a file (kvtool store get)")
+    if where is not None and (target, live, mapping, recompute, from_model, limits, allow_mismatch) != (*(None,) * 6, False):
+        raise click.UsageError(
+            "--to, --live, --map, --recompute, --from-model, --require, --allow-mismatch go with a file (kvtool store get)"
+        )
     if where is not None and prompt is None and prompt_file is None:
         raise click.UsageError("--store goes with --prompt or --prompt-file: a cache is found by its prompt")
     if target is not None and (prompt is not None or prompt_file is not None):
@@ -138,6 +147,8 @@ def command(
     if decode and live is not None:
         raise click.UsageError("give one of --decode and --live")
     across = mapping is not None or recompute is not None
+    if from_model is not None and mapping is None:
+        raise click.UsageError("--from-model goes with --map")
     if across and (target is not None or decode):
         raise click.UsageError("--map and --recompute go without --to and --decode; use kvtool recode first")
     if across and limits is not None:
@@ -216,7 +227,8 @@ def command(
     with bar("loading", quiet=as_json) as progress:
         more: dict[str, Any] = {"live": live, "calibration": calibration, "progress": progress}
         if across:
-            restored = load_across(source, model, mapping=mapping, recompute=recompute, **more)
+            by = None if from_model is None else load_model(from_model, dtype=dtype)
+            restored = load_across(source, model, mapping=mapping, recompute=recompute, from_model=by, overlap=overlap, **more)
         else:
             restored = load(source, model, decode=decode, allow_mismatch=allow_mismatch, **more)
     loaded = time.perf_counter() - start

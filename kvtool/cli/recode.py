@@ -12,9 +12,11 @@ from kvtool.cli._common import (
     dtype_option,
     emit,
     frame_option,
+    from_model_option,
     json_option,
     map_option,
     note,
+    overlap_option,
     recent_option,
     recompute_option,
     save_lines,
@@ -29,15 +31,8 @@ from kvtool.cli._common import (
 @adapter_option
 @map_option
 @recompute_option
-@click.option("--from-model", metavar="A", help="With --map, where M has another tokenizer: the model that computed IN.kv, for its own.")
-@click.option(
-    "--overlap",
-    type=click.FloatRange(0, 1),
-    default=0.5,
-    show_default=True,
-    metavar="X",
-    help="With --from-model: the share of M's tokens that must end where one of A's does.",
-)
+@from_model_option
+@overlap_option
 @click.option(
     "--profile",
     type=click.Path(exists=True, dir_okay=False),

@@ -14,6 +14,7 @@ from kvtool.cli._common import (
     emit,
     json_option,
     model_option,
+    note,
     opened,
     printable,
     put_lines,
@@ -178,9 +179,12 @@ def put(
         casts: list[str] = []
         states = tuple(archive.states(probes, casts))
         info = replace(archive.manifest.model, dtype=model.info.dtype)
-        snapshot = Snapshot(info, archive.tokens, archive.length, states, probes, archive.manifest.quality)
+        inputs = {given.layer: archive.decoder.layer_input(given.layer) for given in archive.manifest.layer_inputs}
+        snapshot = Snapshot(info, archive.tokens, archive.length, states, probes, archive.manifest.quality, inputs)
     with opened(where, quota) as store, bar("writing", quiet=as_json) as progress:
         report = store.put(snapshot, codec=codec, calibration=calibration, model=model, progress=progress)
+    for remark in report.notes:
+        note(remark)
     emit(as_json, {"store": where, **asdict(report)}, put_lines(report))
 
 

@@ -15,6 +15,7 @@ from kvtool.archive import Restored
 from kvtool.calibrations import Calibration, is_calibrated, resolve
 from kvtool.capturing import Snapshot, token_ids
 from kvtool.encoding import codec_plan
+from kvtool.hidden import inputs_left_out
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe
 from kvtool.store.addresses import open_objects
@@ -47,6 +48,7 @@ class PutReport:
         new: objects written now; the others were there.
         bytes: written, what describes them included.
         whole: why the prompt is kept in one piece, None where it is cut.
+        notes: what of the snapshot is not kept.
     """
 
     id: str
@@ -56,6 +58,7 @@ class PutReport:
     new: int
     bytes: int
     whole: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,9 @@ class Store:
         self.objects.touch(*(piece.name for piece in pieces))
         last = node_of(pieces[-1].name)
         assert last is not None
-        return PutReport(last.id, plan.full_spec(), snapshot.length, sum(not p.tail for p in pieces), new, size, whole)
+        why = "a store keeps keys and values alone"
+        notes = () if not snapshot.inputs else (inputs_left_out(snapshot.inputs, snapshot.model.name, why),)
+        return PutReport(last.id, plan.full_spec(), snapshot.length, sum(not p.tail for p in pieces), new, size, whole, notes)
 
     def lookup(self, tokens: Sequence[int], model: LoadedModel, *, ends: bool = True, space: str | None = None) -> Match | None:
         """The longest beginning of these tokens that is here for a model, of any codec; None where there is none.

@@ -5,8 +5,8 @@
 SmolLM2-135M-Instruct and its fine-tuned sibling of RoPE base 10 000, both directions: 512 tokens of a text that neither map nor tables
 were made from are cached by one model and handed to the other, which scores the 256 that follow. KL(own prefill || arm), nats. The share is
 what the receiver computes, map included, over a prefill of its own (`kvtool.bridges.work`). Intervals: bootstrap, blocks of 32 positions.
-Then the profile of each direction with its map, as `kvtool profile` makes it: what recomputing which layers and tokens gives; made once.
-Exits 1 where a target is missed.
+Then the profile of each direction with its map, as `kvtool profile` makes it: what recomputing which layers and tokens gives. Maps,
+profiles and calibrations (ten minutes each) are made once. Exits 1 where a target is missed.
 """
 
 import argparse
@@ -15,12 +15,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from blake3 import blake3
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvtool
@@ -38,7 +40,7 @@ from kvtool.capturing import Snapshot, capture
 from kvtool.evaluation import score_caches
 from kvtool.model import LoadedModel, load_model
 from kvtool.snapshot import build_caches
-from tests.smollm2.frontier import CACHE, OUT
+from tests.smollm2.frontier import CACHE, OUT, calibration_of, sources_digest
 from tests.smollm2.make import models_at
 from tests.texts import ALL_TEXTS, text
 
@@ -47,6 +49,8 @@ PLANS = ("", "first=4", "first=4,newest=5%", "first=4,newest=10%", "first=4,newe
 BEST = "first=4,newest=14%"
 BLOCK = (9, 15)  # layers that run on what entered the first of them in the source: exact, and as a file keeps it
 MOST_SHARE, MOST_RATIO = 0.20, 0.55
+# What a map of given weights depends on.
+FITTING = ("kvtool.bridges.fitting", "kvtool.bridges.pairs", "kvtool.bridges.ridge", "kvtool.calibration_texts")
 ADDED = {"rvq-4": 0.01, "tc-4.05": 0.005}  # KL that a codec may add to the uncompressed transfer's
 Say = Callable[[str], None]
 
@@ -84,17 +88,15 @@ def arms_of(
         caches[f"{name_of}, input in the file"] = (caches[name_of][0], partial(from_file, snapshot, target, mapping, block))
         for codec in ADDED:
             calibrations = tables if codec.startswith("tc") else (None, None)
-            if len(calibrations) == 2:
-                caches[f"{label(True, BEST)}, {codec}"] = (
-                    caches[label(True, BEST)][0],
-                    partial(compressed, snapshot, target, mapping, codec, calibrations),
-                )
-        for arm, (share, make) in caches.items():
-            scores = score_caches(target, {"own": build_caches(own.states), "arm": make()}, ids[PREFIX:], SCORED, None)
+            best = caches[label(True, BEST)][0]
+            caches[f"{label(True, BEST)}, {codec}"] = (best, partial(compressed, snapshot, target, mapping, codec, calibrations))
+        made = {"own": build_caches(own.states)} | {arm: make() for arm, (_, make) in caches.items()}
+        scores = score_caches(target, made, ids[PREFIX:], SCORED, None)
+        for arm, (share, _) in caches.items():
             row = found.setdefault(arm, Arm(share))
-            row.kl.append(scores["arm"]["kl"])
-            row.hit.append(scores["arm"]["hit"])
-            row.gap.append(scores["arm"]["nll"] - scores["own"]["nll"])
+            row.kl.append(scores[arm]["kl"])
+            row.hit.append(scores[arm]["hit"])
+            row.gap.append(scores[arm]["nll"] - scores["own"]["nll"])
             say(f"{source.info.name} to {target.info.name}, {name}: {arm}: KL {row.kl[-1].mean():.4f}")
     return found
 
@@ -152,18 +154,17 @@ def missed(direction: str, found: dict[str, Arm]) -> list[str]:
         problems.append(f"{direction}: {best} has {mean[best] / mean[plain]:.3f} of the plain recode's KL, {MOST_RATIO} asked for")
     for codec, most in ADDED.items():
         name = f"{best}, {codec}"
-        if name in mean and mean[name] - mean[best] > most:
+        if mean[name] - mean[best] > most:
             problems.append(f"{direction}: {codec} adds {mean[name] - mean[best]:.4f} nats, at most {most} asked for")
     return problems
 
 
 def fitted(source: LoadedModel, target: LoadedModel, cache: Path, say: Say) -> MapFile:
-    """The map, made once."""
-    path = cache / f"{source.info.name}-to-{target.info.name}.map"
+    """The map that the present code fits, made once."""
+    key = blake3(f"{sources_digest(FITTING, frozenset())} {source.info.weights} {target.info.weights}".encode()).hexdigest()
+    path = cache / f"{source.info.name}-to-{target.info.name}-{key[:16]}.map"
     if path.exists():
-        mapping = read_map(path)[0]
-        if (mapping.source.weights, mapping.target.weights) == (source.info.weights, target.info.weights):
-            return mapping
+        return read_map(path)[0]
     say(f"fitting {source.info.name} to {target.info.name}")
     cache.mkdir(parents=True, exist_ok=True)
     mapping = fit(source, target)
@@ -199,28 +200,35 @@ def profile_table(found: Profile) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--texts", default=",".join(ALL_TEXTS))
-    parser.add_argument("--calibration", action="append", default=[], help="SmolLM2's, then its sibling's")
+    parser.add_argument("--calibration", action="append", help="SmolLM2's, then its sibling's; made where none are given")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     folders = models_at()
     pair = [load_model(folders[name]) for name in ("smollm2", "smollm2-theta10k")]
-    tables = [load(path) for path in options.calibration]
     texts = options.texts.split(",")
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    command = " ".join(["python -m tests.smollm2.transfer", *arguments])
+    if options.calibration is not None and len(options.calibration) != len(pair):
+        parser.error(f"give two --calibration, or none, but got {len(options.calibration)}")
+    if options.calibration is None:
+        tables = [calibration_of(model, folders["smollm2"].parent, say) for model in pair]
+    else:
+        tables = [load(path) for path in options.calibration]
     lines = [
         "# A cache in the sibling of its model",
         "",
-        f"`{command}`; mlx {mx.__version__} on {platform.system()} {platform.machine()}, float32.",
+        f"`python -m tests.smollm2.transfer --texts {options.texts}` ({date.today()}); mlx {mx.__version__} on {platform.system()} "
+        f"{platform.machine()}, float32.",
         "",
         f"{PREFIX} tokens cached, {SCORED} scored, texts: {', '.join(texts)}. KL(own prefill || arm), nats a token; share: what the",
         "receiver computes, the map's products included, of the arithmetic of a prefill of its own; of plain: paired, 95 % interval.",
         "A codec's row is the file in that codec, handed over and written in it again. `input in the file`: what enters layer "
         f"{BLOCK[0]}, as",
-        f"`export --layer-input {BLOCK[0]}` keeps it, beside the exact vectors.",
+        f"`export --layer-input {BLOCK[0]}` keeps it, beside the exact vectors. Tables of tc: "
+        + ", ".join(f"`{one.digest[:16]}`" for one in tables),
+        "(`kvtool calibrate`), of other texts.",
     ]
     problems = []
     for source, target, own in ((pair[0], pair[1], tables), (pair[1], pair[0], tables[::-1])):
@@ -228,7 +236,8 @@ def main(arguments: Sequence[str]) -> int:
         found = arms_of(source, target, mapping, texts, own, say)
         left = [own_map.unexplained for own_map in mapping.layers.values()]
         direction = f"{source.info.name} to {target.info.name}"
-        lines += ["", f"## {direction}", "", f"Map: {mapping.tokens:,} tokens of {len(mapping.texts)} shipped texts; it leaves"]
+        lines += ["", f"## {direction}", ""]
+        lines += [f"Map `{digest_of(to_bytes(mapping))[:16]}`: {mapping.tokens:,} tokens of {len(mapping.texts)} shipped texts; it leaves"]
         lines += [f"{min(left):.0%} to {max(left):.0%} of the difference of rows unexplained on texts left out.", "", *table(found)]
         problems += missed(direction, found)
         lines += ["", f"### What to recompute, {direction}", ""]
