@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +23,6 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 from fastapi.testclient import TestClient
 
 import kvtool
-from formats.errors import FormatError
 from kvtool.cli import run
 from kvtool.service import tenants as tenants_file
 from kvtool.service.app import make_app
@@ -120,16 +118,6 @@ def test_one_tenant_sees_nothing_of_another(client: TestClient, state: State) ->
     assert client.get("/v1/tenant").json()["salt"] != client.get("/v1/tenant", headers=theirs).json()["salt"]
 
 
-def test_a_file_of_tenants_is_followed(tmp_path: Path) -> None:
-    file = tmp_path / "tenants.json"
-    tenants_file.write(file, [ANA])
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and ANAS not in file.read_text()
-    known = Tenants(file=file)
-    assert known.of(ANAS) == ANA and known.of(BOBS) is None
-    tenants_file.write(file, [BOB])
-    assert known.of(ANAS) is None and known.of(BOBS) == BOB
-
-
 def test_an_unreadable_file_of_tenants_lets_nobody_in_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tenants.json"
     tenants_file.write(file, [ANA])
@@ -161,41 +149,6 @@ def test_one_tenants_uploads_are_not_seen_or_paid_by_another(state: State, clien
     state.quota = store.stats()["bytes"] + 1000
     Keeping(state).round()
     assert {entry.name for entry in store.objects.names()} == names
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "",
-        "[]",
-        '{"version": 2, "tenants": []}',
-        '{"version": 1}',
-        '{"version": 1, "tenants": [{"name": "a", "token": "00", "salt": "00", "rights": ["read"]}]}',
-        json.dumps({"version": 1, "tenants": [{"name": "a", "token": "0" * 64, "salt": "0" * 64, "rights": ["rule"]}]}),
-        json.dumps({"version": 1, "tenants": [{"name": "a", "token": "0" * 64, "salt": "0" * 64, "rights": ["read"]}] * 2}),
-    ],
-)
-def test_what_is_no_file_of_tenants(tmp_path: Path, body: str) -> None:
-    file = tmp_path / "tenants.json"
-    file.write_text(body)
-    with pytest.raises(FormatError, match="not a file of tenants"):
-        tenants_file.read(file)
-
-
-def test_tenants_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(tmp_path / "tenants.json")
-    assert run(["tenants", "add", "ana", "--file", file]) == 0
-    token = capsys.readouterr().out.strip()
-    assert token.startswith("kvt_") and Tenants(file=Path(file)).of(token)
-    assert run(["tenants", "add", "ana", "--file", file]) == 1
-    assert run(["tenants", "add", "no/name", "--file", file]) != 0
-    assert run(["tenants", "add", "op", "--may", "operate", "--file", file, "--json"]) == 0
-    capsys.readouterr()
-    assert run(["tenants", "ls", "--file", file]) == 0
-    assert "ana  read write" in (listed := capsys.readouterr().out) and "op  operate" in listed and token not in listed
-    assert run(["tenants", "rm", "ana", "--file", file]) == 0
-    assert Tenants(file=Path(file)).of(token) is None
-    assert run(["tenants", "rm", "ana", "--file", file]) == 1
 
 
 @pytest.mark.parametrize(

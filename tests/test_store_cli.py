@@ -147,8 +147,19 @@ def test_usage(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_found_is_5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s").mkdir()
     got = out(capsys, "store", "get", str(tmp_path / "s"), *MODEL, "--prompt", "x", "-o", str(tmp_path / "a.kv"), code=5)
-    assert "holds no beginning of these" in got["error"] and list(tmp_path.iterdir()) == []
+    assert "holds no beginning of these" in got["error"] and not (tmp_path / "a.kv").exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "check", "gc", "rm x", "pin x", "unpin x", "get --model tiny-a --prompt x -o a.kv"])
+def test_a_folder_that_is_not_there_is_no_empty_store(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *more = command.split()
+    (tmp_path / "file").touch()
+    for where, said in ((tmp_path / "nowhere", "there is none"), (tmp_path / "file", "it is a file")):
+        assert run(["store", name, str(where), *more]) == 2
+        assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(

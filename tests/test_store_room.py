@@ -18,8 +18,7 @@ from kvtool.model import LoadedModel
 from kvtool.store.catalogue import Catalogue
 from kvtool.store.folder import Folder
 from kvtool.store.keys import chunk_name
-from kvtool.store.objects import Entry
-from kvtool.store.room import StoreFullError
+from kvtool.store.objects import Entry, StoreFullError
 from kvtool.store.store import PutReport, Store
 from tests.library import ids, tiny
 

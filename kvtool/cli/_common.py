@@ -216,6 +216,18 @@ def save_lines(report: Any) -> str:
     return "\n".join(lines)
 
 
+def check_store(where: str) -> None:
+    """Find out before the work that there is a store to look at; addresses elsewhere than in a folder answer for themselves.
+
+    Raises:
+        click.UsageError: no such folder.
+    """
+    if "://" not in where and not Path(where).is_dir():
+        raise click.UsageError(
+            f"store {where!r} must be a folder that is there, but {'it is a file' if Path(where).exists() else 'there is none'}"
+        )
+
+
 def opened(where: str, quota: int | None = None) -> "Store":
     """The store at an address."""
     from kvtool.store.store import Store

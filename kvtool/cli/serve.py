@@ -66,8 +66,8 @@ def command(
         raise BackendError("the service needs fastapi and uvicorn, which are not installed", hint="pip install 'kvtool[serve]'")
     from kvtool.service.running import serve
     from kvtool.service.settings import Limits
-    from kvtool.service.state import ANYONE, State
-    from kvtool.service.tenants import RIGHTS, Tenants, made
+    from kvtool.service.state import State
+    from kvtool.service.tenants import ANYONE, RIGHTS, Tenants, made
     from kvtool.store.addresses import open_objects
 
     if (tls_cert is None) != (tls_key is None):

@@ -1,7 +1,10 @@
 """`kvtool store`: prompt caches in a folder or elsewhere, found by their tokens."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -9,6 +12,7 @@ from kvtool.cli._common import (
     adapter_option,
     bar,
     calibration_option,
+    check_store,
     check_target,
     dtype_option,
     emit,
@@ -23,8 +27,18 @@ from kvtool.cli._common import (
     read_tokens,
 )
 
-where = click.argument("where", metavar="STORE")
+if TYPE_CHECKING:
+    from kvtool.store.store import Store
+
+new_or_old = click.argument("where", metavar="STORE")
+where = click.argument("where", metavar="STORE", callback=lambda ctx, param, value: there(value))
 ids = click.argument("ids", metavar="ID...", nargs=-1, required=True)
+
+
+def there(where: str) -> str:
+    """The address of a store that is there."""
+    check_store(where)
+    return where
 
 
 @click.group("store")
@@ -128,22 +142,35 @@ def check(ctx: click.Context, where: str, as_json: bool) -> None:
 @command.command("gc")
 @where
 @quota_option
+@click.option(
+    "--tenants",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also remove the objects of tenants of a service that this file does not have (any more).",
+)
 @json_option
-def gc(where: str, quota: int | None, as_json: bool) -> None:
+def gc(where: str, quota: int | None, tenants: Path | None, as_json: bool) -> None:
     """Remove what writers that died left, what no prompt needs any more, and what a quota has no room for.
+
+    What the tenants of a service have is theirs, and their quotas' affair; --tenants names who they are.
 
     \b
     Example:
       kvtool store gc prompts --quota 10GB
+      kvtool store gc prompts --tenants tenants.json
     """
+    from kvtool.service.leaving import clear, orphans
+
     with opened(where, quota) as store:
-        freed = store.gc()
+        gone = [] if tenants is None else list(orphans(store.objects, tenants))
+        freed = store.gc() + sum(clear(store.objects, folder)[1] for folder in gone)
         left = store.stats()["bytes"]
-    emit(as_json, {"store": where, "freed_bytes": freed, "bytes": left}, f"{where}: {freed:,} bytes freed, {left:,} left")
+    lines = [f"{where}: {freed:,} bytes freed, {left:,} left", *(f"  {folder}: of no tenant" for folder in gone)]
+    emit(as_json, {"store": where, "freed_bytes": freed, "bytes": left, "orphans": gone}, "\n".join(lines))
 
 
 @command.command("put")
-@where
+@new_or_old
 @click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
 @model_option
 @adapter_option
@@ -255,6 +282,13 @@ def rm(where: str, ids: tuple[str, ...], as_json: bool) -> None:
     emit(as_json, {"store": where, "freed_bytes": freed}, f"{where}: {freed:,} bytes freed")
 
 
+def _each(where: str, ids: tuple[str, ...], as_json: bool, field: str, told: str, do: Callable[["Store", str], str]) -> None:
+    """Do the same to several objects, and say so."""
+    with opened(where) as store:
+        found = [do(store, one) for one in ids]
+    emit(as_json, {"store": where, field: found}, "\n".join(f"{one}: {told}" for one in found))
+
+
 @command.command("pin")
 @where
 @ids
@@ -266,9 +300,7 @@ def pin(where: str, ids: tuple[str, ...], as_json: bool) -> None:
     Example:
       kvtool store pin prompts 64b5c28f228d
     """
-    with opened(where) as store:
-        found = [store.pin(one) for one in ids]
-    emit(as_json, {"store": where, "pinned": found}, "\n".join(f"{one}: pinned" for one in found))
+    _each(where, ids, as_json, "pinned", "pinned", lambda store, one: store.pin(one))
 
 
 @command.command("unpin")
@@ -282,6 +314,4 @@ def unpin(where: str, ids: tuple[str, ...], as_json: bool) -> None:
     Example:
       kvtool store unpin prompts 64b5c28f228d
     """
-    with opened(where) as store:
-        found = [store.unpin(one) for one in ids]
-    emit(as_json, {"store": where, "unpinned": found}, "\n".join(f"{one}: not pinned" for one in found))
+    _each(where, ids, as_json, "unpinned", "not pinned", lambda store, one: store.unpin(one))

@@ -23,25 +23,31 @@ def state_of(request: Request) -> State:
     return state
 
 
-def tenant_of(
-    request: Request,
-    state: Annotated[State, Depends(state_of)],
-    given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
-) -> Tenant:
-    """The tenant whose token the request carries.
+def known(state: State, header: str) -> Tenant:
+    """The tenant whose token an Authorization header carries.
 
     Raises:
         Refused: 401; 503 where the file of tenants cannot be read: then nobody is let in.
     """
+    scheme, _, token = header.partition(" ")
     try:
-        tenant = state.anyone if state.tenants is None else state.tenants.of(given.credentials) if given is not None else None
+        tenant = state.anyone if state.tenants is None else state.tenants.of(token) if scheme.lower() == "bearer" and token else None
     except (KVError, OSError) as error:
         logger.error("nobody is let in: %s", error)
         raise Refused(503, "who may use this service cannot be read", hint="its log says why", headers={"Retry-After": "5"}) from None
     if tenant is None:
         raise Refused(
-            401, "a known bearer token is needed", hint="send Authorization: Bearer TOKEN", headers={"WWW-Authenticate": "Bearer"}
+            401,
+            "a known bearer token is needed",
+            hint="send Authorization: Bearer TOKEN",
+            headers={"WWW-Authenticate": "Bearer", "Connection": "close"},
         )
+    return tenant
+
+
+def tenant_of(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Tenant:
+    """The tenant whose token was found before anything else was read."""
+    tenant: Tenant = request.scope["state"]["known"]
     request.state.tenant = tenant.name
     return tenant
 

@@ -19,18 +19,20 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 from pydantic import BaseModel
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtool.service import errors, objects_routes, prompts_routes
-from kvtool.service.access import Its, Known, Operates
+from kvtool.service.access import Its, Known, Operates, known
 from kvtool.service.state import State
-from kvtool.service.transfer import BrokenOff, Stalled
+from kvtool.service.transfer import BrokenOff, Pace, Stalled
 from kvtool.version import __version__
 
 logger = logging.getLogger("kvtool.service")
 
+OPEN = ("/", "/health", "/openapi.json")  # what is answered without a token; bodies of such requests are never read
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
 # The page runs its own script and talks to its own service, whatever a name of a model may hold.
 GUARDS = {
@@ -94,7 +96,8 @@ def make_app(state: State) -> FastAPI:
 
 
 class Watched:
-    """Limits bodies, counts and logs each request as one JSON object; no token and no token id is ever logged."""
+    """Asks for the token before anything of a body is read, limits bodies, counts and logs each request as one JSON object; no token
+    and no token id is ever logged."""
 
     def __init__(self, app: ASGIApp, state: State) -> None:
         self._app, self._state = app, state
@@ -121,12 +124,18 @@ class Watched:
 
         figures.running.inc()
         try:
-            body = receive if scope["method"] == "PUT" else await self._small(scope, receive)
+            if scope["path"] in OPEN:
+                body: Receive | None = _nothing
+            else:
+                scope["state"]["known"] = await run_in_threadpool(known, self._state, _authorization(scope))
+                body = receive if scope["method"] == "PUT" else await self._small(receive)
             if body is None:
                 refusal = errors.answer(413, f"more than {self._state.limits.json_bytes} bytes", headers={"Connection": "close"})
                 await refusal(scope, receive, sending)
             else:
                 await self._app(scope, body, sending)
+        except errors.Refused as error:
+            await error.answer()(scope, receive, sending)
         except Stalled as error:
             await errors.answer(408, str(error), headers={"Connection": "close"})(scope, receive, sending)
         except ClientDisconnect:
@@ -153,16 +162,13 @@ class Watched:
                 }
                 logger.info("%s", json.dumps(about))
 
-    async def _small(self, scope: Scope, receive: Receive) -> Receive | None:
+    async def _small(self, receive: Receive) -> Receive | None:
         """A whole body that is within its limit, to be read again; None beyond it. Bodies of objects (PUT) have a limit of their own."""
         parts: list[Message] = []
         size = 0
+        pace = Pace(self._state.limits.idle_seconds, self._state.limits.rate)
         while not parts or parts[-1].get("more_body", False):
-            try:
-                async with asyncio.timeout(self._state.limits.idle_seconds):
-                    message = await receive()
-            except TimeoutError:
-                raise Stalled(f"nothing was received for {self._state.limits.idle_seconds:g} s") from None
+            message = await pace.next(receive(), size)
             parts.append(message)
             size += len(message.get("body", b""))
             if size > self._state.limits.json_bytes:
@@ -173,3 +179,13 @@ class Watched:
             return next(left, None) or await receive()
 
         return again
+
+
+async def _nothing() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+def _authorization(scope: Scope) -> str:
+    """The Authorization header, nothing where there is none or more than one."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    return given[0].decode("latin-1") if len(given) == 1 else ""

@@ -21,14 +21,26 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class Refused(Exception):
     """A request that is answered with a status and a reason."""
 
-    def __init__(self, status: int, what: str, *, hint: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, what: str, *, hint: str | None = None, headers: Mapping[str, str] | None = None, cause: str | None = None
+    ) -> None:
         super().__init__(what)
-        self.status, self.what, self.hint, self.headers = status, what, hint, headers
+        self.status, self.what, self.hint, self.headers, self.cause = status, what, hint, headers, cause
+
+    def answer(self) -> JSONResponse:
+        """This as JSON; `cause` is for programs: "quota" where room is not the disk's affair."""
+        return answer(self.status, self.what, self.hint, self.headers, {} if self.cause is None else {"cause": self.cause})
 
 
-def answer(status: int, what: str, hint: str | None = None, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def answer(
+    status: int,
+    what: str,
+    hint: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    more: Mapping[str, str] | None = None,
+) -> JSONResponse:
     """An error as JSON."""
-    return JSONResponse({"error": {"what": what, "hint": hint}}, status, headers)
+    return JSONResponse({"error": {"what": what, "hint": hint, **(more or {})}}, status, headers)
 
 
 def install(app: FastAPI) -> None:
@@ -36,7 +48,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> JSONResponse:
-        return answer(error.status, error.what, error.hint, error.headers)
+        return error.answer()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:

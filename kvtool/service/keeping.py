@@ -1,4 +1,4 @@
-"""What a running service does on the side: every tenant's objects within the quota, what dead writers left removed."""
+"""What a running service does on the side: what nobody needs, and what dead writers left, removed; a quota that has shrunk kept."""
 
 import logging
 import threading
@@ -59,8 +59,6 @@ class Keeping:
         store = Store(self._state.partition(tenant), quota=self._state.quota)
         freed = store.gc()
         evicted = store.room.evicted
-        if evicted:
-            self._state.count(tenant, "evicted", evicted)
-            self._state.figures.removed.labels("quota").inc(evicted)
+        self._state.evicted(tenant, evicted)
         if freed:
             logger.info('{"event": "kept", "tenant": "%s", "freed": %d, "evicted": %d}', tenant.name, freed, evicted)

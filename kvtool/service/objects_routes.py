@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from kvtool.service.access import Its, Known, Reads, Writes
 from kvtool.service.errors import Refused
-from kvtool.service.transfer import received, sent, span
+from kvtool.service.transfer import Pace, received, sent, span
 from kvtool.store.keys import node_of
 from kvtool.store.objects import MAX_NAME, Missing, check_name
 
@@ -80,11 +80,10 @@ async def listing(
     """Objects whose names begin with `prefix`."""
     if prefix:
         checked(prefix.rstrip("/") or prefix)
-    found = await run_in_threadpool(lambda: sorted((entry for entry in objects.names(prefix) if entry.name > after), key=lambda e: e.name))
-    part = found[: min(limit, state.limits.page)]
-    return Listing(
-        objects=[Object(name=e.name, size=e.size, used=e.used) for e in part], next=part[-1].name if len(part) < len(found) else None
-    )
+    most = min(limit, state.limits.page)
+    found = await run_in_threadpool(objects.page, prefix, after, most + 1)
+    part = [Object(name=e.name, size=e.size, used=e.used) for e in found[:most]]
+    return Listing(objects=part, next=part[-1].name if len(found) > most else None)
 
 
 @router.post("/objects/sizes", responses=ERRORS)
@@ -157,12 +156,13 @@ async def get(objects: Reads, state: Its, request: Request, name: Named) -> Resp
         408: {"description": "The body stalled"},
         409: {"description": "The name begins those of other objects, or one of theirs begins it"},
         413: {"description": "Too large"},
-        507: {"description": "Full"},
+        507: {"description": "Full: the quota, and what is left may not go, or the disk"},
     },
     openapi_extra={"requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 async def put(
     objects: Writes,
+    tenant: Known,
     state: Its,
     request: Request,
     name: Named,
@@ -172,20 +172,29 @@ async def put(
     checked(name)
     limits = state.limits
     most = limits.object_bytes if state.quota is None else min(limits.object_bytes, state.quota)
-    announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > most:
+    length = request.headers.get("content-length", "0")
+    announced = int(length) if length.isdecimal() else 0
+    if announced > most:
         raise Refused(413, f"{announced} bytes, at most {most} are taken", headers={"Connection": "close"})
     if await run_in_threadpool(objects.size, name) is not None:
         return JSONResponse({"made": False}, 200)
     folder = await run_in_threadpool(lambda: objects.scratch)
-    path, size = await received(request, folder, most, limits.idle_seconds, x_content_blake3)
-    try:
-        made = await run_in_threadpool(objects.write, name, path)
-    except (IsADirectoryError, NotADirectoryError):
-        raise Refused(409, f"{name} and a part of it cannot both be objects", hint="choose another name") from None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+    pace = Pace(limits.idle_seconds, limits.rate)
+    async with state.reserved(tenant, name, announced) as room:
+        path, size = await received(request, folder, most, pace, x_content_blake3, room.grow)
+        try:
+            # Who was removed while this came has no place any more.
+            if not await run_in_threadpool(state.knows, tenant):
+                raise Refused(401, "this token is not known any more")
+            mark = room.mark()
+            made = await run_in_threadpool(objects.write, name, path)
+            if made:
+                room.kept(size, mark)
+        except (IsADirectoryError, NotADirectoryError):
+            raise Refused(409, f"{name} and a part of it cannot both be objects", hint="choose another name") from None
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
     if made:
         state.figures.received.inc(size)
     return JSONResponse({"made": made}, 201 if made else 200)

@@ -53,6 +53,10 @@ class Partition:
         for entry in self._objects.names(self._prefix + prefix):
             yield Entry(entry.name[len(self._prefix) :], entry.size, entry.used)
 
+    def page(self, prefix: str, after: str, count: int) -> list[Entry]:
+        found = self._objects.page(self._prefix + prefix, self._prefix + after, count)
+        return [Entry(entry.name[len(self._prefix) :], entry.size, entry.used) for entry in found]
+
     def remove(self, name: str) -> bool:
         return self._objects.remove(self._full(name))
 

@@ -1,5 +1,6 @@
 """Prompts: which are here, which beginnings of given tokens are, and what fits a given model."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -14,6 +15,7 @@ from kvtool.service.partition import Partition
 from kvtool.store.described import Descriptions
 from kvtool.store.finding import lines
 from kvtool.store.keys import Space
+from kvtool.store.listing import Listed
 from kvtool.store.store import Store
 
 router = APIRouter(prefix="/v1", tags=["prompts"])
@@ -92,27 +94,17 @@ class Explained(BaseModel):
     spaces: list[Fit]
 
 
-class Listed(BaseModel):
+@dataclass(frozen=True)
+class Rows(Listed):
     """One object with rows; `quality` is what its file says of every lossy step."""
 
-    name: str
-    id: str
-    kind: str
-    model: str
-    codec: str
-    start: int
-    tokens: int
-    bytes: int
-    used: float
-    pinned: bool
-    leaf: bool
     quality: list[dict[str, Any]] | None = None
 
 
 class Entries(BaseModel):
     """Objects with rows, the last used first; `total` are all that match."""
 
-    entries: list[Listed]
+    entries: list[Rows]
     total: int
 
 
@@ -208,7 +200,7 @@ async def entries(
         fit = [one for one in listed if needle in f"{one.id} {one.model} {one.codec}".lower()]
         fit.sort(key=lambda one: -one.used)
         shown = fit[skip : skip + limit]
-        return Entries(entries=[Listed(**vars(one), quality=measured(objects, one.name)) for one in shown], total=len(fit))
+        return Entries(entries=[Rows(**vars(one), quality=measured(objects, one.name)) for one in shown], total=len(fit))
 
     return await run_in_threadpool(page)
 

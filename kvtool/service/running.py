@@ -8,6 +8,7 @@ import sys
 import uvicorn
 
 from kvtool.service.app import make_app
+from kvtool.service.connections import guarded
 from kvtool.service.keeping import Keeping
 from kvtool.service.state import State
 
@@ -39,13 +40,15 @@ def serve(
     access.setLevel(logging.INFO)
     config = uvicorn.Config(
         app,
+        http=guarded(state.limits),
+        ws="none",
         host=host,
         port=port,
         log_level="warning",
         access_log=False,
         server_header=False,
         date_header=False,
-        timeout_keep_alive=30,
+        limit_concurrency=state.limits.connections,
         timeout_graceful_shutdown=grace,
         ssl_certfile=tls_cert,
         ssl_keyfile=tls_key,

@@ -3,16 +3,18 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from kvtool.service.accounts import Account, Reserved
 from kvtool.service.figures import Figures
 from kvtool.service.partition import Partition
 from kvtool.service.settings import Limits
-from kvtool.service.tenants import Tenant, Tenants
+from kvtool.service.tenants import ANYONE, Tenant, Tenants
 from kvtool.store.objects import Objects
-
-ANYONE = Tenant("anyone", "0" * 64, "0" * 64, ("read", "write", "operate"))
 
 
 @dataclass
@@ -32,12 +34,39 @@ class State:
     figures: Figures = field(default_factory=Figures)
     anyone: Tenant = ANYONE
     started: float = field(default_factory=time.monotonic)
+    _accounts: dict[str, Account] = field(default_factory=dict)
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def partition(self, tenant: Tenant) -> Partition:
         """A tenant's objects."""
         return Partition(self.objects, tenant.folder, bytes.fromhex(tenant.salt))
+
+    def knows(self, tenant: Tenant) -> bool:
+        """Whether a tenant is still one."""
+        return self.tenants is None or tenant in self.tenants.all()
+
+    @asynccontextmanager
+    async def reserved(self, tenant: Tenant, name: str, size: int) -> AsyncIterator[Reserved]:
+        """Context manager: room for an object of a tenant within its quota, made where there is none, and given back at the end.
+
+        Raises:
+            Refused: 507, with the numbers.
+        """
+        if self.quota is not None and (tenant.folder not in self._accounts or self._accounts[tenant.folder].quota != self.quota):
+            self._accounts[tenant.folder] = Account(self.partition(tenant), self.quota, self.limits.objects, partial(self.evicted, tenant))
+        room = Reserved(None if self.quota is None else self._accounts[tenant.folder], name)
+        try:
+            await room.open(size)
+            yield room
+        finally:
+            room.end()
+
+    def evicted(self, tenant: Tenant, objects: int) -> None:
+        """Count what went for the quota."""
+        if objects:
+            self.count(tenant, "evicted", objects)
+            self.figures.removed.labels("quota").inc(objects)
 
     def asked(self, tenant: Tenant, found: int, tokens: int) -> None:
         """Count a look-up of a prompt."""

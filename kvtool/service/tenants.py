@@ -8,13 +8,15 @@ out of it is refused from the next request on. A token has 256 random bits, whic
 """
 
 import base64
+import fcntl
 import hashlib
 import hmac
 import json
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,6 +51,10 @@ class Tenant:
     def folder(self) -> str:
         """Where its objects lie; nobody learns the salt from it."""
         return TENANTS + hashlib.sha256(b"kvtool tenant folder" + bytes.fromhex(self.salt)).hexdigest()[:32]
+
+
+# Whoever reaches a service that was started without tenants.
+ANYONE = Tenant("anyone", "0" * 64, "0" * 64, RIGHTS)
 
 
 def made(name: str, rights: Sequence[str] = ("read", "write")) -> tuple[Tenant, str]:
@@ -128,6 +134,25 @@ def read(path: Path) -> list[Tenant]:
             f"not a file of tenants ({error})", path=str(path), hint="make one with `kvtool tenants add NAME --file FILE`"
         ) from error
     return tenants
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[list[Tenant]]:
+    """Context manager: the tenants of a file, none where there is no file; as the block leaves them they are written back, atomically.
+
+    Nobody else changes the file meanwhile: whoever wants to waits for the lock of `FILE.lock`, which stays (flock).
+
+    Raises:
+        FormatError: it is no such file.
+    """
+    fd = os.open(f"{os.path.realpath(path)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        tenants = read(path) if path.exists() else []
+        yield tenants
+        write(path, tenants)
+    finally:
+        os.close(fd)
 
 
 def write(path: Path, tenants: Sequence[Tenant]) -> None:

@@ -4,8 +4,10 @@ import asyncio
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from blake3 import blake3
 from starlette.concurrency import run_in_threadpool
@@ -16,6 +18,7 @@ from kvtool.store.objects import Missing, Objects
 PART = 1 << 20  # as large as pays on loopback; a connection holds two of them
 GATHERED = 4 << 20
 EARLY = 32 << 20  # from here on the disk writes while the rest is received
+T = TypeVar("T")
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
@@ -35,14 +38,40 @@ class Stalled(OSError):
     """Nothing moved for too long."""
 
 
-async def received(request: Request, folder: Path, limit: int, idle: float, digest: str | None) -> tuple[Path, int]:
+class Pace:
+    """How long a body may take to come: `idle` seconds for any byte, and for all of it `idle` and a second for every `rate` bytes."""
+
+    def __init__(self, idle: float, rate: float) -> None:
+        self._idle, self._rate, self._start = idle, rate, time.monotonic()
+
+    async def next(self, part: Awaitable[T], size: int) -> T:
+        """The next part of a body of which `size` bytes have come.
+
+        Raises:
+            Stalled: it does not come in time.
+        """
+        taken = time.monotonic() - self._start
+        left = self._idle + size / self._rate - taken
+        try:
+            async with asyncio.timeout(min(self._idle, left)):
+                return await part
+        except TimeoutError:
+            if left < self._idle:
+                raise Stalled(f"{size} bytes in {taken + left:.0f} s are less than {self._rate:g} a second") from None
+            raise Stalled(f"nothing was received for {self._idle:g} s") from None
+
+
+async def received(
+    request: Request, folder: Path, limit: int, pace: Pace, digest: str | None, room: Callable[[int], Awaitable[None]]
+) -> tuple[Path, int]:
     """Write a request's body to a file.
 
     Args:
         folder: where the file is made.
         limit: most bytes that are taken.
-        idle: seconds that the next bytes may take.
+        pace: how long it may take.
         digest: blake3 of the body, hex, or None where none was announced.
+        room: called with the bytes there are so far before they are written.
     Returns:
         The file, which is the caller's to use or to remove, and its size.
     Raises:
@@ -72,7 +101,7 @@ async def received(request: Request, folder: Path, limit: int, idle: float, dige
         waiting = 0
         stream = request.stream()
         while True:
-            part = await _next(stream, idle)
+            part = await pace.next(anext(stream, None), size)
             if part is not None:
                 size += len(part)
                 if size > limit:
@@ -80,6 +109,7 @@ async def received(request: Request, folder: Path, limit: int, idle: float, dige
                 gathered.append(part)
                 waiting += len(part)
             if gathered and (part is None or waiting >= GATHERED):
+                await room(size)
                 if writing is not None:
                     await writing
                 writing = asyncio.ensure_future(run_in_threadpool(put, gathered))
@@ -101,15 +131,6 @@ async def received(request: Request, folder: Path, limit: int, idle: float, dige
         raise
     finally:
         os.close(fd)
-
-
-async def _next(stream: AsyncIterator[bytes], idle: float) -> bytes | None:
-    """The next bytes of a body, None after the last."""
-    try:
-        async with asyncio.timeout(idle):
-            return await anext(stream, None)
-    except TimeoutError:
-        raise Stalled(f"nothing was received for {idle:g} s") from None
 
 
 async def sent(objects: Objects, name: str, begin: int, end: int) -> AsyncIterator[bytes]:

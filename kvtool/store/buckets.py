@@ -34,7 +34,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from kvtool.store.objects import Entry, Missing, check_name, is_name
+from kvtool.store.objects import Entry, Missing, check_name, first, is_name
 from kvtool.store.scratch import Scratch
 
 SCHEMES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
@@ -193,6 +193,9 @@ class Buckets:
                     name = item["path"][len(folder) + 1 :]
                     if name.startswith(prefix):
                         yield name, int(item["size"]), item["last_modified"].timestamp()
+
+    def page(self, prefix: str, after: str, count: int) -> list[Entry]:
+        return first(self.names(prefix), after, count)
 
     def remove(self, name: str) -> bool:
         key = _key(name)

@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvtool.store.keys import SHORT, Node, node_of
+from kvtool.store.keys import SHORT, Node, Space, node_of
 from kvtool.store.objects import Entry, is_name
 
 HALF_LIFE = 24 * 3600.0
 TENANTS = "tenants/"  # below it are the stores of a service's tenants, each with a catalogue and a quota of its own
+KINDS = ("spaces", "models", "calibrations", "pins")  # of objects without rows
 GRACE = 60.0  # seconds that what looks unneeded is left alone: its writer may not be done
 
 Cost = Callable[[str | None, int, int], float]  # (first digits of a space's key, None of an unknown one; first token; tokens) -> FLOPs
@@ -53,7 +54,8 @@ class Catalogue:
                 self.foreign[entry.name] = entry.size
                 continue
             node = node_of(entry.name)
-            if node is None:
+            # Two chunks whose ids begin alike are made up: the second is no more than a name.
+            if node is None or (not node.tail and node.id[:SHORT] in self._chunks):
                 self.others[entry.name] = entry
                 continue
             self.held[entry.name] = Held(node, entry.size, entry.used)
@@ -70,11 +72,13 @@ class Catalogue:
 
     def before(self, node: Node) -> Held | None:
         """The chunk that an object follows, None where it is the first of its space, or the chunk is gone."""
-        return self._chunks.get(node.parent) if node.start else None
+        held = self._chunks.get(node.parent) if node.start else None
+        return held if held is not None and _follows(held.node, node) else None
 
     def after(self, node: Node) -> list[Held]:
         """The objects that follow a chunk."""
-        return [] if node.tail else [self.held[name] for name in self._after.get(node.id[:SHORT], ())]
+        found = [] if node.tail else [self.held[name] for name in self._after.get(node.id[:SHORT], ())]
+        return [held for held in found if _follows(node, held.node)]
 
     def space(self, node: Node) -> str | None:
         """First digits of the key of an object's space, None where one of the chunks before it, or the space, is gone."""
@@ -84,6 +88,47 @@ class Catalogue:
                 return None
             node = held.node
         return node.parent if node.parent in self._spaces else None
+
+    def roots(self) -> dict[str, str | None]:
+        """The same of all objects with rows, by name, in one pass."""
+        found: dict[str, str | None] = {}
+        for held in self.held.values():
+            path, node = [], held.node
+            while node.name not in found:
+                path.append(node.name)
+                before = self.before(node)
+                if before is None:
+                    found[node.name] = None if node.start or node.parent not in self._spaces else node.parent
+                    break
+                node = before.node
+            found.update(dict.fromkeys(path, found[node.name]))
+        return found
+
+    def strangers(self) -> list[Entry]:
+        """Objects of kinds that this version does not know, the longest unused first: they save no prefill, so that they go first."""
+        unknown = (entry for name, entry in self.others.items() if name.partition("/")[0] not in KINDS)
+        return sorted(unknown, key=lambda entry: (entry.used, entry.name))
+
+    def unneeded(self, spaces: Iterable[Space], now: float) -> list[Entry]:
+        """What describes no rows that are here, and pins of what is gone, once they are GRACE seconds old.
+
+        Args:
+            spaces: those that could be read. Where another one has rows, nothing says which models and calibrations are its own: all stay.
+            now: seconds since 1970.
+        """
+        roots = {root for root in self.roots().values() if root is not None}
+        used = [space for space in spaces if space.key[:SHORT] in roots]
+        unread = len({space.key[:SHORT] for space in used}) < len(roots)
+        needed = {name for space in used for name in (f"models/{space.weights}.json", f"calibrations/{space.calibration}.safetensors")}
+        ids = {held.node.id for held in self.held.values()}
+
+        def idle(name: str) -> bool:
+            kind, _, rest = name.partition("/")
+            if kind == "spaces":
+                return rest[:SHORT] not in roots
+            return (kind == "pins" and rest not in ids) or (kind in ("models", "calibrations") and not unread and name not in needed)
+
+        return [entry for name, entry in self.others.items() if now - entry.used > GRACE and idle(name)]
 
     def find(self, id: str) -> list[Held]:
         """Objects whose id begins so."""
@@ -123,24 +168,10 @@ class Catalogue:
             cost: what a prefill costs.
             keep: names of objects that stay, with all that they follow.
         """
-        spaces: dict[str, str | None] = {}
-
-        def space(node: Node) -> str | None:
-            # Not by `space`, which walks a whole prompt for each of its chunks.
-            path = []
-            while node.name not in spaces:
-                path.append(node.name)
-                held = self.before(node)
-                if held is None:
-                    spaces[node.name] = None if node.start or node.parent not in self._spaces else node.parent
-                    break
-                node = held.node
-            found = spaces[node.name]
-            spaces.update(dict.fromkeys(path, found))
-            return found
+        roots = self.roots()
 
         def worth(held: Held) -> float:
-            root = space(held.node)
+            root = roots[held.node.name]
             # Out of reach: it saves nothing, unless its beginning is on its way.
             if root is None and now - held.used > GRACE:
                 return 0.0
@@ -158,3 +189,8 @@ class Catalogue:
             yield held
             if before is not None and leaf(before):
                 heapq.heappush(heap, (worth(before), before.node.name))
+
+
+def _follows(before: Node, node: Node) -> bool:
+    """Whether the rows of one object go on where a chunk's end: so that made-up names cannot follow one another in a circle."""
+    return before.start < node.start == before.stop

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 from mlx.utils import tree_reduce
@@ -16,7 +17,6 @@ from kvtool.model import LoadedModel
 from kvtool.store.key_files import MAGIC
 from kvtool.store.keys import SHORT, Space
 from kvtool.store.objects import Missing, Objects
-from kvtool.store.room import Room
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +89,15 @@ class Descriptions:
             raise DigestError(f"calibration {digest[:12]} of the store has digest {digest_of(data)[:12]}")
         return [Calibration(from_bytes(data), digest)]
 
-    def write(self, room: Room, space: Space, snapshot: Snapshot, tables: Calibration | None, model: LoadedModel | None) -> int:
-        """Write what says whose chunks will follow, where that is not there yet; the bytes written."""
+    def write(
+        self,
+        put: Callable[[str, bytes], int],
+        space: Space,
+        snapshot: Snapshot,
+        tables: Calibration | None,
+        model: LoadedModel | None,
+    ) -> int:
+        """Have `put` write what says whose chunks will follow, where that is not there yet; the bytes written."""
         about: dict[str, Any] = {"name": snapshot.model.name, "parameters": None if model is None else parameters(model)}
         roles = [role for probe in snapshot.probes for role in (probe.k, probe.v) if role is not None]
         about["row"] = sum(role.heads * role.dim for role in roles)
@@ -101,7 +108,7 @@ class Descriptions:
         written = 0
         for name, data in objects.items():
             if self.objects.size(name) is None:
-                written += room.write(name, data)
+                written += put(name, data)
             else:
                 self.objects.touch(name)
         return written

@@ -18,11 +18,13 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from kvtool.store.objects import Entry, Missing, check_name
 
 _BLOCK = 1 << 20
+_AGAIN = 100
 
 
 class Folder:
@@ -118,7 +120,6 @@ class Folder:
             made = not target.exists()
             if made:
                 self._fill(temp, None if own else source)
-                _make_folder(target.parent)
                 made = self._link(temp, target)
         except BaseException:
             # The caller's own file stays, to be tried again.
@@ -132,7 +133,15 @@ class Folder:
 
     def _link(self, temp: Path, target: Path) -> bool:
         try:
-            os.link(temp, target)
+            for last in (False,) * _AGAIN + (True,):
+                _make_folder(target.parent)
+                try:
+                    os.link(temp, target)
+                    break
+                except FileNotFoundError:
+                    # The last object in that folder was removed meanwhile, and the folder with it.
+                    if last or not temp.exists():
+                        raise
         except FileExistsError:
             return False
         except OSError as error:
@@ -175,6 +184,11 @@ class Folder:
             if path.startswith(prefix, base):
                 yield Entry(path[base:], status.st_size, status.st_mtime)
 
+    def page(self, prefix: str, after: str, count: int) -> list[Entry]:
+        folder = "".join(f"{part}/" for part in prefix.split("/")[:-1])
+        found = _in_order(self._objects / folder, folder, prefix, after)
+        return [Entry(name, status.st_size, status.st_mtime) for name, status in islice(found, count)]
+
     def remove(self, name: str) -> bool:
         file = self._file(name)
         if file.is_dir():
@@ -183,6 +197,11 @@ class Folder:
             os.unlink(file)
         except (FileNotFoundError, NotADirectoryError):
             return False
+        # Who makes objects and removes them again leaves no folders behind; one that is in use is not empty.
+        with contextlib.suppress(OSError):
+            for _ in name.split("/")[:-1]:
+                file = file.parent
+                os.rmdir(file)
         return True
 
     def touch(self, *names: str) -> None:
@@ -252,3 +271,23 @@ def _files(folder: str | Path) -> Iterator[tuple[str, os.stat_result]]:
             elif item.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):
                     yield item.path, item.stat(follow_symlinks=False)
+
+
+def _in_order(folder: str | Path, base: str, prefix: str, after: str) -> Iterator[tuple[str, os.stat_result]]:
+    """(name, status) of the regular files below a folder whose names begin with `prefix` and come after `after`, in order of their names.
+
+    Args:
+        base: what names in this folder begin with. Folders that end before `after` are not read.
+    """
+    try:
+        with os.scandir(folder) as listing:
+            items = sorted((base + item.name + "/" * item.is_dir(follow_symlinks=False), item) for item in listing)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name, item in items:
+        if name.endswith("/"):
+            if (name.startswith(prefix) or prefix.startswith(name)) and (name > after or after.startswith(name)):
+                yield from _in_order(item.path, name, prefix, after)
+        elif name > after and name.startswith(prefix) and item.is_file(follow_symlinks=False):
+            with contextlib.suppress(FileNotFoundError):
+                yield name, item.stat(follow_symlinks=False)

@@ -199,6 +199,9 @@ class LocalCopy:
     def names(self, prefix: str = "") -> Iterator[Entry]:
         return self.remote.names(prefix)
 
+    def page(self, prefix: str, after: str, count: int) -> list[Entry]:
+        return self.remote.page(prefix, after, count)
+
     def remove(self, name: str) -> bool:
         self.local.remove(name)
         return self.remote.remove(name)

@@ -1,10 +1,13 @@
 """What a store keeps its objects in: whole, named, never changed once they are there."""
 
+import heapq
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from formats.errors import KVError
 
 _NAME = re.compile(r"[a-z0-9_-][a-z0-9._-]*(/[a-z0-9_-][a-z0-9._-]*)*")
 MAX_NAME = 240
@@ -15,6 +18,10 @@ class Missing(KeyError):
 
     def __str__(self) -> str:
         return f"no object {self.args[0]!r}"
+
+
+class StoreFullError(KVError):
+    """An object does not fit, whatever else may go."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,9 @@ class Objects(Protocol):
     def names(self, prefix: str = "") -> Iterator[Entry]:
         """All objects whose names begin with `prefix`, in any order; one that comes or goes meanwhile may or may not be among them."""
 
+    def page(self, prefix: str, after: str, count: int) -> list[Entry]:
+        """The first `count` objects in order of their names, of those that begin with `prefix` and come after `after`."""
+
     def remove(self, name: str) -> bool:
         """Remove an object; False where there was none. Who has it open or mapped keeps it."""
 
@@ -83,6 +93,11 @@ class Objects(Protocol):
 
     def close(self) -> None:
         """Give back what it holds for this process, `scratch` among it; it may be used again afterwards."""
+
+
+def first(entries: Iterable[Entry], after: str, count: int) -> list[Entry]:
+    """The first `count` of these in order of their names that come after `after`: a page of what cannot be listed in order."""
+    return heapq.nsmallest(count, (entry for entry in entries if entry.name > after), key=lambda entry: entry.name)
 
 
 def is_name(name: str) -> bool:

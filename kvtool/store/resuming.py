@@ -17,7 +17,7 @@ from kvtool.snapshot import take_states
 from kvtool.states import CacheState
 from kvtool.store.finding import Match
 from kvtool.store.keys import Space
-from kvtool.store.room import StoreFullError
+from kvtool.store.objects import StoreFullError
 from kvtool.store.store import PutReport, Store
 from kvtool.store.writing import uncut_reason
 from veloxquant_mlx.caches.coded import CodedKVCache

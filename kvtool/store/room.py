@@ -5,21 +5,18 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from formats.errors import KVError
-from kvtool.store.catalogue import GRACE, Catalogue, Cost, Held
-from kvtool.store.objects import Objects
+from kvtool.store.catalogue import GRACE, Catalogue
+from kvtool.store.described import Descriptions
+from kvtool.store.keys import node_of
+from kvtool.store.objects import Objects, StoreFullError
 
 logger = logging.getLogger(__name__)
 
 FRESH = 1.0  # seconds that a listing counts as what is there, with what this process wrote since
 FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-class StoreFullError(KVError):
-    """An object does not fit, whatever else may go."""
 
 
 class Room:
@@ -28,11 +25,11 @@ class Room:
     Args:
         objects: where they go.
         quota: bytes that all of them, and files on their way, may take together; None for no end.
-        cost: what a prefill costs.
+        known: says what a prefill costs, and which descriptions are needed.
     """
 
-    def __init__(self, objects: Objects, quota: int | None, cost: Cost) -> None:
-        self.objects, self.quota, self.cost = objects, quota, cost
+    def __init__(self, objects: Objects, quota: int | None, known: Descriptions) -> None:
+        self.objects, self.quota, self._known = objects, quota, known
         self.evicted = 0
         self._listed, self._bytes = -FRESH, 0
 
@@ -52,7 +49,7 @@ class Room:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-        freed = self._free(None, keep)
+        freed = self.free_some(keep)
         logger.info("no space left: %d bytes of other objects freed, trying again", freed)
         try:
             return self._write(name, produce, keep)
@@ -85,54 +82,89 @@ class Room:
         if size > self.quota:
             raise StoreFullError(f"{name} takes {size} bytes, more than the quota of {self.quota} alone", hint="give a larger quota")
         if time.monotonic() - self._listed > FRESH or self._bytes + size > self.quota:
-            over = self._count() - self.quota
-            if over > 0 and self._free(over, keep) < over:
+            over = self.count() + self.objects.unfinished() - self.quota
+            if over > 0 and self.free(over, name, keep) < over:
                 raise StoreFullError(
                     f"no room for {size} bytes in a quota of {self.quota}: what is left is pinned, or belongs to this prompt",
                     hint="unpin or remove something, or give a larger quota",
                 )
 
-    def _count(self) -> int:
-        """Bytes of all objects, and of files on their way."""
+    def count(self) -> int:
+        """Bytes of all objects, as a new listing gives them."""
         catalogue = Catalogue(self.objects.names())
         self._listed, self._bytes = time.monotonic(), catalogue.bytes
-        return catalogue.bytes + self.objects.unfinished()
+        return catalogue.bytes
 
     def fit(self) -> int:
         """Bring all within the quota, as far as pins allow; the bytes freed."""
-        over = 0 if self.quota is None else self._count() - self.quota
-        return self._free(over, frozenset()) if over > 0 else 0
+        over = 0 if self.quota is None else self.count() + self.objects.unfinished() - self.quota
+        if over <= 0:
+            return 0
+        freed = self.objects.sweep()
+        return freed + self._evict(Catalogue(self.objects.names()), over - freed)
 
-    def _free(self, need: int | None, keep: frozenset[str]) -> int:
-        """Remove what writers that died left, then the objects least worth, until `need` bytes (None: a sixteenth of all) are free."""
+    def free(self, need: int, name: str, keep: frozenset[str] = frozenset()) -> int:
+        """Free `need` bytes for an object, the least worth first; where all that may go is not enough, nothing goes. The bytes freed.
+
+        Args:
+            need: bytes.
+            name: of the object that is coming; what it follows stays.
+            keep: names of objects that stay.
+        """
+        freed = self.objects.sweep()
+        if freed >= need:
+            return freed
+        catalogue, node = Catalogue(self.objects.names()), node_of(name)
+        before = None if node is None else catalogue.before(node)
+        return freed + self._evict(catalogue, need - freed, keep if before is None else keep | {before.node.name}, enough=True)
+
+    def free_some(self, keep: frozenset[str] = frozenset()) -> int:
+        """Free what writers that died left, or else a sixteenth of all objects; the bytes freed."""
         freed = self.objects.sweep()
         catalogue = Catalogue(self.objects.names())
-        need = max(catalogue.bytes // 16, 1) if need is None else need
-        if freed < need:
-            for held in catalogue.going(time.time(), self.cost, keep):
-                freed += self.remove(held)
-                if freed >= need:
-                    break
-        self._listed = -FRESH
-        return freed
+        return freed + self._evict(catalogue, max(catalogue.bytes // 16, 1) - freed, keep)
 
-    def remove(self, held: Held) -> int:
-        """Remove an object; the bytes freed."""
-        if not self.objects.remove(held.node.name):
+    def _evict(self, catalogue: Catalogue, need: int, keep: frozenset[str] = frozenset(), *, enough: bool = False) -> int:
+        """Remove objects, the least worth first, until `need` bytes are free; with `enough` none where all are not enough."""
+        chosen: list[tuple[str, int]] = []
+        total = 0
+        for name, size in self._going(catalogue, keep) if need > 0 else ():
+            chosen.append((name, size))
+            total += size
+            if total >= need:
+                break
+        if enough and total < need:
             return 0
-        self.evicted += 1
-        logger.info("evicted %s, %d bytes", held.node.name, held.size)
-        return held.size
-
-    def orphans(self) -> int:
-        """Remove what no prompt can reach, and what nothing needs any more, once it is GRACE seconds old; the bytes freed."""
-        catalogue, now, freed = Catalogue(self.objects.names()), time.time(), 0
-        lost = [held for held in catalogue.held.values() if now - held.used > GRACE and catalogue.space(held.node) is None]
-        for held in sorted(lost, key=lambda held: -held.node.start):
-            catalogue.drop(held)
-            freed += self.remove(held)
-        ids = {held.node.id for held in catalogue.held.values()}
-        for pin in catalogue.pinned - ids:
-            name = f"pins/{pin}"
-            freed += catalogue.others[name].size if now - catalogue.others[name].used > GRACE and self.objects.remove(name) else 0
+        self._listed = -FRESH
+        freed = 0
+        for name, size in chosen:
+            gone = self._remove(name, size)
+            self.evicted, freed = self.evicted + (gone > 0), freed + gone
         return freed
+
+    def _going(self, catalogue: Catalogue, keep: frozenset[str]) -> Iterator[tuple[str, int]]:
+        """Names and bytes: first what no prompt needs, then rows."""
+        spaces, now = self._known.spaces(), time.time()
+        for entry in [*catalogue.strangers(), *catalogue.unneeded(spaces, now)]:
+            if entry.name not in keep:
+                yield entry.name, entry.size
+        for held in catalogue.going(now, self._known.cost, keep):
+            yield held.node.name, held.size
+
+    def _remove(self, name: str, size: int) -> int:
+        """Remove an object; the bytes freed."""
+        if not self.objects.remove(name):
+            return 0
+        logger.info("removed %s, %d bytes", name, size)
+        return size
+
+    def collect(self) -> int:
+        """Remove what no prompt can reach, and what nothing needs any more, once it is GRACE seconds old; the bytes freed."""
+        spaces = self._known.spaces()
+        catalogue, now = Catalogue(self.objects.names()), time.time()
+        roots = catalogue.roots()
+        lost = [held for held in catalogue.held.values() if now - held.used > GRACE and roots[held.node.name] is None]
+        freed = sum(self._remove(held.node.name, held.size) for held in sorted(lost, key=lambda held: -held.node.start))
+        for held in lost:
+            catalogue.drop(held)
+        return freed + sum(self._remove(entry.name, entry.size) for entry in catalogue.unneeded(spaces, now))

@@ -164,6 +164,9 @@ class Sealed:
         """Sizes are what the objects take, encryption included."""
         return self.inner.names(prefix)
 
+    def page(self, prefix: str, after: str, count: int) -> list[Entry]:
+        return self.inner.page(prefix, after, count)
+
     def remove(self, name: str) -> bool:
         self._forget(name)
         return self.inner.remove(name)

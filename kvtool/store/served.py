@@ -4,6 +4,7 @@ The token comes from $KVTOOL_TOKEN, or from the file that $KVTOOL_TOKEN_FILE nam
 repeated a few times where the connection fails or the service says 503, which is safe: objects never change.
 """
 
+import errno
 import os
 import re
 import threading
@@ -15,11 +16,12 @@ from urllib.parse import quote, urlsplit
 import urllib3
 from blake3 import blake3
 
-from kvtool.store.objects import Entry, Missing, check_name
+from kvtool.store.objects import Entry, Missing, StoreFullError, check_name
 from kvtool.store.scratch import Scratch
 
 CONNECT_SECONDS, IDLE_SECONDS = 5.0, 60.0
 RETRIES = 3
+PAGE = 1000  # entries of a listing in one answer
 _SALT = re.compile(r"[0-9a-f]{64}")
 _TOKEN = re.compile(r"[!-~]*")
 
@@ -132,11 +134,23 @@ class Served:
     def names(self, prefix: str = "") -> Iterator[Entry]:
         after: str | None = ""
         while after is not None:
-            page = self._json("GET", f"/objects?prefix={quote(prefix, safe='')}&after={quote(after, safe='')}", "objects", "next")
-            for entry in page["objects"]:
-                # Names that are none are left to the catalogue, as those of a folder are.
-                yield Entry(str(entry["name"]), int(entry["size"]), float(entry["used"]))
-            after = page["next"]
+            entries, after = self._page(prefix, after)
+            yield from entries
+
+    def page(self, prefix: str, after: str, count: int) -> list[Entry]:
+        found: list[Entry] = []
+        following: str | None = after
+        while following is not None and len(found) < count:
+            entries, following = self._page(prefix, following, count - len(found))
+            found += entries
+        return found
+
+    def _page(self, prefix: str, after: str, count: int = PAGE) -> tuple[list[Entry], str | None]:
+        """Entries, and after which name the next ones come."""
+        asked = f"prefix={quote(prefix, safe='')}&after={quote(after, safe='')}&limit={min(count, PAGE)}"
+        page = self._json("GET", f"/objects?{asked}", "objects", "next")
+        # Names that are none are left to the catalogue, as those of a folder are.
+        return [Entry(str(one["name"]), int(one["size"]), float(one["used"])) for one in page["objects"]], page["next"]
 
     def remove(self, name: str) -> bool:
         return self._ask("DELETE", _path(name), ok=(204, 404)).status == 204
@@ -178,8 +192,11 @@ class Served:
         said = _said(answer)
         if answer.status in (401, 403):
             raise PermissionError(f"{self._base}: {said} (the token is $KVTOOL_TOKEN or in the file that $KVTOOL_TOKEN_FILE names)")
+        if answer.status == 507 and _error_of(answer).get("cause") == "quota":
+            # The service let go what could go: nothing that this side removes would help.
+            raise StoreFullError(said, path=self._base)
         if answer.status == 507:
-            raise OSError(28, said, self._base)
+            raise OSError(errno.ENOSPC, said, self._base)
         raise OSError(f"{self._base}: {method} {path.split('?')[0]} was answered {answer.status}: {said}")
 
 
@@ -189,12 +206,20 @@ def _path(name: str) -> str:
 
 def _said(answer: Any) -> str:
     """What an error's body says."""
-    try:
-        error = answer.json()["error"]
-        return f"{error['what']}{'; ' + error['hint'] if error.get('hint') else ''}"
-    except (ValueError, KeyError, TypeError):
+    error = _error_of(answer)
+    if "what" not in error:
         # An answer to HEAD has no body.
         return {401: "a known bearer token is needed", 403: "this token may not read"}.get(answer.status, f"status {answer.status}")
+    return f"{error['what']}{'; ' + error['hint'] if error.get('hint') else ''}"
+
+
+def _error_of(answer: Any) -> dict[str, str]:
+    """The error that a body holds, empty where it is of another form."""
+    try:
+        error = answer.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return {str(name): str(value) for name, value in error.items() if value is not None} if isinstance(error, dict) else {}
 
 
 def _shown(address: str) -> str:

@@ -2,14 +2,12 @@
 
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from formats.errors import IncompatibleError
 from formats.manifest import ModelInfo
 from kvtool.archive import Restored
 from kvtool.calibrations import Calibration, is_calibrated, resolve
@@ -18,15 +16,16 @@ from kvtool.encoding import codec_plan
 from kvtool.hidden import inputs_left_out
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe
+from kvtool.store import tending
 from kvtool.store.addresses import open_objects
-from kvtool.store.catalogue import GRACE, Catalogue, Held
 from kvtool.store.checking import CheckReport, check
-from kvtool.store.described import Descriptions, tables_name
+from kvtool.store.described import Descriptions
 from kvtool.store.finding import Match, matches
-from kvtool.store.keys import CHUNK, SHORT, Node, Space, chain, chunk_name, node_of, tail_name
+from kvtool.store.keys import CHUNK, Space, chunk_name, node_of, tail_name
+from kvtool.store.listing import Listed, listed
 from kvtool.store.local_copy import LocalCopy
 from kvtool.store.objects import Objects
-from kvtool.store.opening import Lost, alive, opened, write
+from kvtool.store.opening import Lost, alive, write
 from kvtool.store.room import Room
 from kvtool.store.writing import Piece, first_row, whole_reason, write_piece
 from veloxquant_mlx.codecs import CodecPlan
@@ -61,33 +60,6 @@ class PutReport:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Listed:
-    """One object with rows.
-
-    Attributes:
-        name: of the object.
-        id, kind: "chunk", or "tail": the end of a prompt.
-        model, codec: names; "unknown" where what says them is gone.
-        start, tokens: its rows.
-        bytes, used: its size, and when it was last used (seconds since 1970).
-        pinned: whether it stays.
-        leaf: whether nothing follows it.
-    """
-
-    name: str
-    id: str
-    kind: str
-    model: str
-    codec: str
-    start: int
-    tokens: int
-    bytes: int
-    used: float
-    pinned: bool
-    leaf: bool
-
-
 class Store:
     """Prompt caches by their tokens. Any number of processes may use one at once.
 
@@ -104,7 +76,7 @@ class Store:
         self.chunk = chunk
         self.counts = {"hits": 0, "misses": 0, "tokens": 0, "broken": 0}
         self.known = Descriptions(self.objects)
-        self.room = Room(self.objects, quota, self.known.cost)
+        self.room = Room(self.objects, quota, self.known)
 
     def __enter__(self) -> "Store":
         return self
@@ -167,7 +139,7 @@ class Store:
         new = size = 0
         # Again where another process evicts a chunk while later ones are written.
         for _ in range(ATTEMPTS):
-            size += self.known.write(self.room, space, snapshot, tables, model)
+            size += self.known.write(self.room.write, space, snapshot, tables, model)
             sizes = self.objects.sizes([piece.name for piece in pieces])
             missing = [piece for piece, size in zip(pieces, sizes, strict=True) if size is None]
             for done, piece in enumerate(missing, len(pieces) - len(missing) + 1):
@@ -298,9 +270,7 @@ class Store:
         Raises:
             IncompatibleError: no such object, or several.
         """
-        held = self._one(id)
-        self.room.write(f"pins/{held.node.id}", held.node.name.encode())
-        return held.node.id
+        return tending.pin(self.objects, self.room, id)
 
     def unpin(self, id: str) -> str:
         """Let an object go again when room is needed; its whole id.
@@ -308,12 +278,7 @@ class Store:
         Raises:
             IncompatibleError: no such pin, or several.
         """
-        pins = [entry.name.removeprefix("pins/") for entry in self.objects.names("pins/")]
-        found = [pin for pin in pins if id and pin.startswith(id)]
-        if len(found) != 1:
-            raise IncompatibleError(f"{len(found)} pins begin with {id!r}", hint="kvtool store ls shows them")
-        self.objects.remove(f"pins/{found[0]}")
-        return found[0]
+        return tending.unpin(self.objects, id)
 
     def remove(self, id: str) -> int:
         """Remove an object, what follows it, and the chunks before it that nothing else needs; the bytes freed.
@@ -321,57 +286,11 @@ class Store:
         Raises:
             IncompatibleError: no such object, several, or a pinned one among them.
         """
-        held = self._one(id)
-        catalogue = Catalogue(self.objects.names())
-        if catalogue.stays(held.node):
-            raise IncompatibleError(f"{held.node.id[:12]} is pinned, or what follows it is", hint="unpin it first")
-        beside, line, freed = self._beside(catalogue, held.node), catalogue.line(held.node), 0
-        for one in [*catalogue.below(held.node), held]:
-            catalogue.drop(one)
-            freed += one.size if self.objects.remove(one.node.name) else 0
-        for one in [*beside, *line]:
-            if catalogue.after(one.node) or one.node.id in catalogue.pinned:
-                break
-            catalogue.drop(one)
-            freed += one.size if self.objects.remove(one.node.name) else 0
-        return freed
-
-    def _beside(self, catalogue: Catalogue, node: Node) -> list[Held]:
-        """The chunks, last first, that hold the first rows of an end as well, as other prompts would share them."""
-        if not node.tail:
-            return []
-        with opened(self.objects, node.name) as reader:
-            tokens, parent = reader.manifest.tokens, str(reader.manifest.extra["store"]["parent"])
-        root, found = catalogue.space(node), []
-        chunk = next((space.chunk for space in self.known.spaces() if space.key[:SHORT] == root), node.tokens + 1)
-        for i, key in enumerate(chain(parent, () if tokens is None else tokens.ids, chunk, self.objects.name_key)):
-            held = catalogue.held.get(chunk_name(key, parent, node.start + i * chunk, chunk))
-            if held is None:
-                break
-            found.append(held)
-            parent = key
-        return found[::-1]
-
-    def _one(self, id: str) -> Held:
-        found = Catalogue(self.objects.names()).find(id)
-        if len(found) != 1:
-            raise IncompatibleError(f"{len(found)} objects have an id that begins with {id!r}", hint="kvtool store ls shows them")
-        return found[0]
+        return tending.remove(self.objects, self.known, id)
 
     def gc(self) -> int:
         """Remove what writers that died left, what no prompt can reach or needs, and what the quota has no room for; the bytes freed."""
-        spaces = self.known.spaces()
-        freed = self.objects.sweep() + self.room.orphans() + self.room.fit()
-        catalogue, now = Catalogue(self.objects.names()), time.time()
-        roots = {catalogue.space(held.node) for held in catalogue.held.values()}
-        needed = set()
-        for space in spaces:
-            if space.key[:SHORT] in roots:
-                needed |= {space.name, f"models/{space.weights}.json", *([tables_name(space.calibration)] if space.calibration else [])}
-        for name, entry in catalogue.others.items():
-            if name.startswith(("spaces/", "models/", "calibrations/")) and name not in needed and now - entry.used > GRACE:
-                freed += entry.size if self.objects.remove(name) else 0
-        return freed
+        return self.objects.sweep() + self.room.collect() + self.room.fit()
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> CheckReport:
         """Read every object and compare it with its name; nothing is changed."""
@@ -380,15 +299,7 @@ class Store:
 
     def entries(self) -> list[Listed]:
         """All objects with rows, those of one model and codec together, in the order of their tokens."""
-        catalogue = Catalogue(self.objects.names())
-        spaces = {space.key[:SHORT]: space for space in self.known.spaces()}
-        listed = []
-        for held in catalogue.held.values():
-            node, space = held.node, spaces.get(catalogue.space(held.node) or "")
-            model, codec = ("unknown", "unknown") if space is None else (self.known.model_name(space.weights), space.codec)
-            kind, pinned, leaf = "tail" if node.tail else "chunk", node.id in catalogue.pinned, not catalogue.after(node)
-            listed.append(Listed(node.name, node.id, kind, model, codec, node.start, node.tokens, held.size, held.used, pinned, leaf))
-        return sorted(listed, key=lambda one: (one.model, one.codec, one.start, one.id))
+        return listed(self.objects, self.known)
 
     def stats(self) -> dict[str, Any]:
         """Objects and bytes by kind, what is on its way, the quota, and what this process found."""

@@ -37,7 +37,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from kvtool.store.objects import Entry, Missing, check_name, is_name
+from kvtool.store.objects import Entry, Missing, check_name, first, is_name
 from kvtool.store.scratch import Scratch
 
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
@@ -221,6 +221,9 @@ class Valkey:
                 batch = []
         if batch:
             yield batch
+
+    def page(self, prefix: str, after: str, count: int) -> list[Entry]:
+        return first(self.names(prefix), after, count)
 
     def remove(self, name: str) -> bool:
         with _errors(f"{self.url}: {name}"):
