@@ -100,8 +100,10 @@ def serve(
             super().__init__(*args)
             running.append(self)
 
-        def _tokenize(self, *args: Any) -> tuple[Any, ...]:
-            found = super()._tokenize(*args)
+        def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
+            if args.model.adapter is not None:  # which mlx-lm passes over where the request names no model: never an answer of another one
+                raise ValueError("no other adapter is served here; leave adapters out of the request, or restart with --adapter")
+            found = super()._tokenize(tokenizer, request, args)
             if not found[0]:  # further on it would end the thread, and every request after it
                 raise ValueError("the prompt has no tokens")
             return found

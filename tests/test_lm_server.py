@@ -107,7 +107,12 @@ def test_another_prompt_is_not_the_files(url: str) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"model": "tiny-b"}, {"model": str(Path(kvtool.__file__).parent / "tiny" / "tiny-a"), "adapters": "x"}, {"draft_model": "tiny-b"}],
+    [
+        {"model": "tiny-b"},
+        {"model": str(Path(kvtool.__file__).parent / "tiny" / "tiny-a"), "adapters": "x"},
+        {"adapters": "x"},
+        {"draft_model": "tiny-b"},
+    ],
 )
 def test_a_request_for_another_model_is_not_answered_by_this_one(url: str, other: dict[str, str]) -> None:
     body = json.dumps({"prompt": "hello", "max_tokens": 2, **other}).encode()
@@ -188,3 +193,17 @@ def test_a_store_that_fails_does_not_end_a_request(tmp_path: Path, caplog: pytes
     with Behind(store, model) as behind:
         behind.later(ids, prefill(model, ids))
     assert "is not put into the store" in caplog.text and behind.found(ids, 0) is None
+
+
+def test_a_prompt_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = kvtool.load_model("tiny-a"), list(range(5, 400))
+    with Store(tmp_path / "s", chunk=64) as store:
+        store.put(kvtool.capture(model, ids), codec="rvq-4")
+        behind, lookups = Behind(store, model), []
+        real = kvtool.store.store.matches
+        monkeypatch.setattr("kvtool.store.store.matches", lambda *a, **k: lookups.append(1) or real(*a, **k))
+        found = behind.found([*ids, 1], 0)
+        assert found is not None and found[1] == len(ids) and len(lookups) == 1
+        # What memory has as much of is left where it is.
+        assert behind.found([*ids, 1], len(ids)) is None and len(lookups) == 2
+        assert store.counts["hits"] == 1 and store.counts["misses"] == 0

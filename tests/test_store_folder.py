@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -282,3 +283,95 @@ def test_many_writers_of_one_name(tmp_path: Path) -> None:
 
 def test_a_name_is_checked_for_all_back_ends() -> None:
     assert check_name("a/b.c-d_e") == "a/b.c-d_e"
+
+
+def test_links_that_somebody_planted_lead_nowhere(tmp_path: Path) -> None:
+    """Neither as an object nor as a folder on the way to one: nothing outside is read, listed, written, marked or removed."""
+    secret = tmp_path / "outside"
+    (secret / "aa").mkdir(parents=True)
+    (secret / "aa" / "x").write_bytes(b"secret")
+    before = (secret / "aa" / "x").stat().st_mtime_ns
+    folder = Folder(tmp_path / "store")
+    folder.write("chunks/bb/y", b"mine")
+    (tmp_path / "store" / "objects" / "chunks" / "aa").symlink_to(secret / "aa")
+    (tmp_path / "store" / "objects" / "chunks" / "bb" / "x").symlink_to(secret / "aa" / "x")
+    (tmp_path / "store" / "objects" / "chunks" / "bb" / "dangling").symlink_to(secret / "new")
+    (tmp_path / "store" / "objects" / "tenants").symlink_to(secret)
+    for name in ("chunks/aa/x", "tenants/aa/x"):
+        for call in (folder.read, folder.size, folder.path, folder.remove, folder.touch, lambda n: folder.write(n, b"new")):
+            with pytest.raises(OSError, match="no symbolic links"):
+                call(name)
+    assert folder.size("chunks/bb/x") is None and folder.path("chunks/bb/x") is None
+    folder.touch("chunks/bb/x")
+    with pytest.raises(OSError, match="symbolic links"):
+        folder.read("chunks/bb/x")
+    for name in ("x", "dangling"):
+        with pytest.raises(OSError, match="which no object is"):
+            folder.write(f"chunks/bb/{name}", b"new")
+        assert folder.remove(f"chunks/bb/{name}")  # the link, not what it leads to
+    assert [entry.name for entry in folder.names()] == [entry.name for entry in folder.page("", "", 9)] == ["chunks/bb/y"]
+    assert (secret / "aa" / "x").read_bytes() == b"secret" and (secret / "aa" / "x").stat().st_mtime_ns == before
+    assert not (secret / "new").exists() and folder.unfinished() == 0
+
+
+def test_folders_go_with_their_last_object(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "store")
+    folder.write("a/b/c/d", b"1")
+    folder.write("a/e", b"2")
+    assert folder.remove("a/b/c/d") and not (tmp_path / "store" / "objects" / "a" / "b").exists()
+    assert folder.remove("a/e") and list((tmp_path / "store" / "objects").iterdir()) == []
+
+
+def test_writers_and_removers_of_one_folder(tmp_path: Path) -> None:
+    """A folder that goes between its making and the link into it is made again."""
+    folder, stop = Folder(tmp_path / "store"), threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            folder.write("a/b/x", b"")
+            folder.remove("a/b/x")
+
+    threads = [threading.Thread(target=churn) for _ in range(2)]
+    for one in threads:
+        one.start()
+    for i in range(150):
+        assert folder.write(f"a/b/{i}", b"1")
+        assert folder.remove(f"a/b/{i}")
+    stop.set()
+    for one in threads:
+        one.join()
+    assert folder.unfinished() == 0
+
+
+def test_pages_are_the_sorted_listing(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "store")
+    names = ["a-b", "a.b", "a/b", "a/b-c/d", "a/b.c", "a/c", "a0", "b/a/a", "b/a-a", "b/a.a", "c", "b1/x"]
+    for name in names:
+        folder.write(name, name.encode())
+    for prefix in ("", "a", "a/", "a/b", "b/a", "b/a/", "c", "d", "b"):
+        whole = sorted(entry.name for entry in folder.names(prefix))
+        assert whole == sorted(name for name in names if name.startswith(prefix))
+        for count in (1, 2, 5, 20):
+            got, after = [], ""
+            while page := folder.page(prefix, after, count):
+                assert len(page) <= count
+                got += [entry.name for entry in page]
+                after = got[-1]
+            assert got == whole, (prefix, count)
+        for after in ("a", "a/b-", "a/b/", "a/zz", "b", "zz"):
+            assert [entry.name for entry in folder.page(prefix, after, 99)] == [name for name in whole if name > after]
+
+
+def test_a_page_reads_only_the_folders_that_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing page by page is linear in what it lists."""
+    folder = Folder(tmp_path / "store")
+    for i in range(40):
+        folder.write(f"chunks/{i:02x}/x{i}", b"")
+    seen: list[str] = []
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: seen.append(str(path)) or real(path))
+    after, pages = "", 0
+    while page := folder.page("", after, 10):
+        after, pages = page[-1].name, pages + 1
+    # Of each page the way down, its ten folders, and the folder where it began.
+    assert pages == 4 and len(seen) <= 5 * (3 + 10)

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+import kvtool
 from formats.errors import BackendError, IncompatibleError, IntegrityError
 from kvtool.cli import run
+from kvtool.service.partition import Partition
 from kvtool.store import addresses
 from kvtool.store.addresses import open_objects
 from kvtool.store.folder import Folder
 from kvtool.store.key_files import make_key, read_key
 from kvtool.store.local_copy import LocalCopy
+from kvtool.store.store import Store
+from tests.library import ids, tiny
 from tests.test_store_objects import KEY, content
 
 aead = pytest.importorskip("cryptography.hazmat.primitives.ciphers.aead", reason="cryptography is not installed")
@@ -261,3 +265,25 @@ def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ValueError, match="regular file"):
         read_key(tmp_path / "pipe")
+
+
+def test_a_key_for_a_store_without_one_is_refused(tmp_path: Path) -> None:
+    """It was only warned of; what was put then could be read by nobody who went on as before."""
+    model = tiny("qwen3")
+    with Store(tmp_path / "s", chunk=64) as plain:
+        plain.put(kvtool.capture(model, ids(70)), codec="raw")
+        names = {entry.name for entry in plain.objects.names()}
+    for where in (Folder(tmp_path / "s"), Partition(Folder(tmp_path / "s"), "tenants/a", bytes(32))):
+        if isinstance(where, Partition):
+            Store(where, chunk=64).put(kvtool.capture(model, ids(70)), codec="raw")
+            locked = Store(Partition(Sealed(Folder(tmp_path / "s"), KEY), "tenants/a", bytes(32)), chunk=64)
+        else:
+            locked = Store(Sealed(where, KEY), chunk=64)
+        for do in (
+            lambda s=locked: s.put(kvtool.capture(model, ids(80)), codec="raw"),
+            lambda s=locked: s.lookup(ids(80), model),
+            locked.gc,
+        ):
+            with pytest.raises(IncompatibleError, match="the store is not encrypted"):
+                do()
+    assert names <= {entry.name for entry in Folder(tmp_path / "s").names()}

@@ -60,5 +60,10 @@ def command(
     if store is None:
         serve(model, prompts, options, codec=codec)
         return
-    with opened(store, quota) as place, Behind(place, model, store_codec, calibration) as behind:
-        serve(model, prompts, options, codec=codec, behind=behind)
+    with opened(store, quota) as place:
+        try:
+            place.known.spaces()  # another key than the store's, or none, is no reason to begin
+        except OSError as error:
+            note(f"nothing comes from the store for now: {error}")
+        with Behind(place, model, store_codec, calibration) as behind:
+            serve(model, prompts, options, codec=codec, behind=behind)

@@ -68,14 +68,11 @@ class Behind:
         ids = list(tokens)
         self._asked.append(ids)
         try:
-            match = self.store.lookup(ids, self.model)
-            if match is None or match.usable <= held:
-                return None
-            restored = self.store.load(ids, self.model)
+            restored = self.store.load(ids, self.model, beyond=held)
         except (KVError, OSError, ValueError) as error:
             logger.warning("nothing is taken from the store: %s", error)
             return None
-        if restored is None or restored.usable <= held:
+        if restored is None:
             return None
         for cache in restored.cache:
             if isinstance(cache, CodedKVCache):

@@ -96,11 +96,24 @@ class Folder:
             self._close()
 
     def _file(self, name: str) -> Path:
-        return self._objects / check_name(name)
+        """Where an object is; no folder on the way there is a symbolic link, which could lead anywhere.
+
+        Raises:
+            OSError: ELOOP.
+        """
+        path = f"{self._objects}/{check_name(name)}"
+        at = len(path) - len(name)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            while (at := path.find("/", at)) >= 0:
+                if stat.S_ISLNK(os.lstat(path[:at]).st_mode):
+                    raise OSError(errno.ELOOP, "a store's folder has no symbolic links in it", path[:at])
+                at += 1
+        return Path(path)
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         try:
-            with open(self._file(name), "rb") as file:
+            fd = os.open(self._file(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(fd, "rb") as file:
                 file.seek(start)
                 return file.read() if length is None else file.read(length)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -108,11 +121,13 @@ class Folder:
 
     def path(self, name: str) -> Path | None:
         file = self._file(name)
-        return file if file.is_file() else None
+        return file if _regular(file) is not None else None
 
     def write(self, name: str, source: Path | bytes) -> bool:
         target = self._file(name)
         own = isinstance(source, Path) and source.parent == self._scratch
+        if target.is_symlink():
+            raise OSError(errno.ELOOP, "a symbolic link, which no object is", str(target))
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
         temp = source if isinstance(source, Path) and own else self.scratch / f"{secrets.token_hex(8)}.part"
@@ -134,8 +149,8 @@ class Folder:
     def _link(self, temp: Path, target: Path) -> bool:
         try:
             for last in (False,) * _AGAIN + (True,):
-                _make_folder(target.parent)
                 try:
+                    _make_folder(target.parent)
                     os.link(temp, target)
                     break
                 except FileNotFoundError:
@@ -148,7 +163,8 @@ class Folder:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
                 raise
             raise OSError(error.errno, "this file system has no hard links, which a store's folder needs", str(self.root)) from None
-        _sync_folder(target.parent)
+        with contextlib.suppress(FileNotFoundError):  # removed again already
+            _sync_folder(target.parent)
         return True
 
     @staticmethod
@@ -167,11 +183,8 @@ class Folder:
             os.close(fd)
 
     def size(self, name: str) -> int | None:
-        try:
-            status = os.stat(self._file(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
+        status = _regular(self._file(name))
+        return None if status is None else status.st_size
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         return [self.size(name) for name in names]
@@ -191,7 +204,7 @@ class Folder:
 
     def remove(self, name: str) -> bool:
         file = self._file(name)
-        if file.is_dir():
+        if file.is_dir() and not file.is_symlink():
             return False
         try:
             os.unlink(file)
@@ -207,7 +220,7 @@ class Folder:
     def touch(self, *names: str) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.utime(self._file(name))
+                os.utime(self._file(name), follow_symlinks=False)
 
     def unfinished(self) -> int:
         # A file between link and unlink has two names: it counts as the object that it is.
@@ -217,7 +230,7 @@ class Folder:
         freed = 0
         for lock in sorted(self._writing.glob("*.lock")):
             try:
-                fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+                fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
                 continue
             try:
@@ -256,6 +269,15 @@ def _sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _regular(file: Path) -> os.stat_result | None:
+    """The status of a regular file, None where there is none."""
+    try:
+        status = os.lstat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def _files(folder: str | Path) -> Iterator[tuple[str, os.stat_result]]:

@@ -201,6 +201,7 @@ class Store:
         mapped: bool = True,
         ends: bool = True,
         space: str | None = None,
+        beyond: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Restored | None:
         """The cache of the longest beginning of these tokens that is here, as `kvtool.load` gives one; None where there is none.
@@ -213,6 +214,7 @@ class Store:
             model: that will go on.
             decode, mapped, progress: as in `Archive.load`.
             ends, space: as in `lookup`.
+            beyond: tokens that the caller has already: what is no longer is left where it is, and counts as neither hit nor miss.
         Raises:
             ValueError: ids that no model has.
         """
@@ -221,6 +223,8 @@ class Store:
         notes: list[str] = []
         gone = 0
         while found := self._matches(ids, model, ends, avoid, space):
+            if found[0].usable <= beyond:
+                return None
             try:
                 restored = alive(self.objects, self.known, found[0], ids, model, decode=decode, mapped=mapped, progress=progress)
             except Lost as lost:
