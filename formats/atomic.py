@@ -2,6 +2,8 @@
 
     temp (O_EXCL, same folder) -> bytes -> fsync -> os.replace -> fsync of the folder
 
+Of a large file a thread syncs what was written while more is made, so that the last fsync finds little left to do.
+
 The commit point is os.replace. Before it a crash leaves the old file and perhaps a temp, whose name `is_leftover` recognises;
 after it the new file. If only the last fsync fails, the new file is visible and whole but may not survive a power cut.
 """
@@ -13,8 +15,10 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 NOT_REGULAR = "not a regular file"
+SYNC_EACH = 1 << 25  # bytes; the system by itself would begin to write them some seconds later
 _LEFTOVER = re.compile(r"\.kvtool-[0-9]+-[0-9a-f]{16}\.tmp")
 
 
@@ -28,12 +32,31 @@ class AtomicFile:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._unsynced = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._syncing: Future[None] | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write all of `data` at the current position."""
+        """Write all of `data` at the current position. An error of a sync under way is raised here or by `settle`, once."""
         view = memoryview(data).cast("B")
+        self._unsynced += len(view)
         while len(view):
             view = view[os.write(self.fd, view) :]
+        if self._unsynced >= SYNC_EACH and (self._syncing is None or self._syncing.done()):
+            self.settle()
+            self._thread = self._thread or ThreadPoolExecutor(1, "kvtool-sync")
+            self._unsynced, self._syncing = 0, self._thread.submit(os.fsync, self.fd)
+
+    def settle(self) -> None:
+        """Wait for the sync under way. The system tells an error of the disk once: it must not be lost."""
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            syncing.result()
+
+    def release(self) -> None:
+        """End the thread, before its descriptor is closed and perhaps another file's."""
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def seek(self, offset: int) -> None:
         """Move the position; a hole that is left reads as zeros."""
@@ -116,7 +139,12 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[AtomicFile]:
                 fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode & 0o600)
                 if mode is not None:
                     os.fchmod(fd, mode)
-            yield AtomicFile(fd)
+            out = AtomicFile(fd)
+            try:
+                yield out
+                out.settle()
+            finally:
+                out.release()
             os.fsync(fd)
         finally:
             if fd >= 0:

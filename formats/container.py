@@ -14,6 +14,7 @@ import contextlib
 import mmap
 import os
 import shlex
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ _KEEP_BELOW = 0.85
 _SAMPLE = 1 << 16
 _MAX_WINDOW = 1 << 27
 _THREADED = 1 << 20  # bytes from which threads hash faster than one does
+_SMALL = 1 << 20  # bytes of tensors that may wait to be written, besides the largest
 _AHEAD = 1 << 18  # bytes from which another thread's hashing is worth its hand-over
 _READERS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)  # threads that hash
 
@@ -102,8 +104,8 @@ def write_container(
     reserve: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> WriteReport:
-    """Write a file in one pass over the tensors, atomically. A tensor is produced, by the caller's thread, while a thread writes the one
-    before it; no more than these two are in memory.
+    """Write a file in one pass over the tensors, atomically. A tensor is produced, by the caller's thread, while a thread writes those
+    before it; no more than that one, another and a megabyte of small ones are in memory.
 
     Args:
         path: the file; it may be one that a Reader has open.
@@ -127,26 +129,38 @@ def write_container(
         _check_manifest(known, names)
     space = padded(len(_header(known, _worst_case(plans))) + reserve)
     total = sum(plan.nbytes for plan in plans)
-    done = 0
+    done, end = 0, space
     tensors: list[TensorInfo] = []
+    waiting: deque[tuple[int, Future[TensorInfo]]] = deque()
+
+    def write(plan: TensorPlan, data: memoryview) -> TensorInfo:
+        nonlocal end
+        info = _write_tensor(out, plan, data, end, compress and plan.compress)
+        end += info.padded
+        return info
+
+    def finish() -> None:
+        """Wait for the first of those that wait."""
+        nonlocal done
+        size, written = waiting.popleft()
+        tensors.append(written.result())
+        done += size
+        if progress is not None:
+            progress(done, total)
+
     # The thread has ended when the temporary file is closed, whatever was raised.
     with atomic_write(path) as out, ThreadPoolExecutor(1, "kvtool-write") as thread:
         out.seek(space)
-        end = space
-        writing: tuple[TensorPlan, Future[TensorInfo]] | None = None
-        for plan in (*plans, None):
-            data = None if plan is None else _produced(plan)
-            if writing is not None:
-                before, written = writing
-                info = written.result()
-                tensors.append(info)
-                end += info.padded
-                done += before.nbytes
-                if progress is not None:
-                    progress(done, total)
-            if plan is not None and data is not None:
-                writing = plan, thread.submit(_write_tensor, out, plan, data, end, compress and plan.compress)
+        for plan in plans:
+            data = _produced(plan)
+            sizes = [plan.nbytes, *(size for size, _ in waiting)]
+            while waiting and sum(sizes) > max(sizes) + _SMALL:
+                finish()
+                sizes.pop(1)
+            waiting.append((plan.nbytes, thread.submit(write, plan, data)))
             del data
+        while waiting:
+            finish()
         if callable(manifest):
             known = manifest()
             _check_manifest(known, names)

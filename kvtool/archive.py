@@ -253,6 +253,7 @@ def write_archive(
 
     reserve = manifest_bytes(manifest()) + QUALITY_BYTES + QUALITY_BYTES_A_LAYER * len(layers)
     written = write_container(path, manifest, encoder.tensors, compress=compress, progress=progress, reserve=reserve)
+    mx.clear_cache()
     notes = [] if binding is None else list(binding.notes)
     if not encoder.lossless and not encoder.tallies and 0 < length <= encoder.plan.sink + encoder.plan.recent:
         notes.append(f"{encoder.plan.full_spec()} keeps all {length} tokens exact: none is coded")

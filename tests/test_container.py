@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import tracemalloc
 
 import blake3
@@ -222,6 +223,30 @@ def test_two_tensors_in_memory_at_a_time(tmp_path):
     tracemalloc.stop()
     # The one that is being written, while the next is produced; its copy is a chunk.
     assert max(alive) - alive[0] < 4_000_000 + 2_500_000
+
+
+def test_small_tensors_wait_beside_a_large_one_up_to_a_megabyte(tmp_path, monkeypatch):
+    """While the first is written, the caller goes on until what waits is too much."""
+    sizes, produced, held = [4_000_000, *[200_000] * 9, 4_000_000], [], threading.Event()
+    real = os.write
+
+    def write(fd, view):
+        held.wait(20)
+        return real(fd, view)
+
+    def produce(i: int) -> bytes:
+        produced.append(i)
+        if i == 6:  # the first and five small ones wait
+            seen.append(list(produced))
+            held.set()
+        return bytes(sizes[i])
+
+    seen = []
+    monkeypatch.setattr(os, "write", write)
+    manifest = dataclasses.replace(tiny_manifest(), layers=())
+    tensors = [TensorPlan(f"t{i}", "U8", (size,), lambda i=i: produce(i)) for i, size in enumerate(sizes)]
+    write_container(tmp_path / "a", manifest, tensors, compress=False)
+    assert seen == [list(range(7))] and produced == list(range(11)) and check(tmp_path / "a") == []
 
 
 def test_replaced_or_unlinked_while_open(small, tmp_path):

@@ -7,10 +7,12 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from formats import atomic
 from formats.atomic import atomic_write, is_leftover
 from formats.check import check
 from formats.container import open_container, write_container
@@ -101,6 +103,45 @@ def test_order_of_the_last_calls(tmp_path, monkeypatch):
     names = [name for name, _ in calls]
     assert names[-6:] == ["fsync", "close", "replace", "open", "fsync", "close"] and names[-8:-6] == ["write", "ftruncate"]
     assert names.count("replace") == 1 and calls[-3][1] == str(tmp_path)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_error_of_a_sync_on_the_way_is_not_lost(tmp_path, monkeypatch, at):
+    """The system tells it once: the syncs that follow succeed."""
+    path = tmp_path / "a.kv"
+    write_container(path, tiny_manifest(), tiny_plans())
+    old, write, calls = path.read_bytes(), os.write, []
+
+    def fsync(fd):
+        calls.append(threading.current_thread().name)
+        if len(calls) == at:
+            raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(atomic, "SYNC_EACH", 64)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "write", lambda fd, data: time.sleep(0.002) or write(fd, data))
+    with pytest.raises(OSError, match="broken"):
+        written(path)
+    assert all(name.startswith("kvtool-sync") for name in calls[:at])
+    assert path.read_bytes() == old and os.listdir(tmp_path) == ["a.kv"]
+
+
+def test_the_last_sync_comes_when_no_other_is_under_way(tmp_path, monkeypatch):
+    write, under_way, seen = os.write, [], []
+
+    def fsync(fd):
+        seen.append((threading.current_thread() is threading.main_thread(), len(under_way)))
+        under_way.append(fd)
+        time.sleep(0.005)
+        under_way.remove(fd)
+
+    monkeypatch.setattr(atomic, "SYNC_EACH", 64)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "write", lambda fd, data: time.sleep(0.002) or write(fd, data))
+    written(tmp_path / "a.kv")
+    # On the way in a thread, then the file and its folder, never two at a time.
+    assert len(seen) > 3 and seen[-2:] == [(True, 0)] * 2 and set(seen[:-2]) == {(False, 0)}
+    assert check(tmp_path / "a.kv") == []
 
 
 def test_exception_while_producing(tmp_path):

@@ -76,27 +76,27 @@ void undo(const Input& in, const float* cos, float* x) {
 }
 
 // A row of floats before RoPE, padded with zeros to a multiple of 16.
-void read_row(const Input& in, int head, int64_t at, float* out) {
+inline __attribute__((always_inline)) void read_row(const Input& in, int head, int64_t at, int dim, float* out) {
   const uint8_t* row = in.data + head * in.head + at * in.row;
   const float* floats = reinterpret_cast<const float*>(row);
   const uint16_t* words = reinterpret_cast<const uint16_t*>(row);
-  const int whole = in.dim / W * W, width = padded(in.dim);
+  const int whole = dim / W * W, width = padded(dim);
   int i = 0;
   if (in.type == Type::FLOAT32) {
     for (; i < whole; i += W) store(out + i, load(floats + i));
-    for (; i < in.dim; i++) out[i] = floats[i];
+    for (; i < dim; i++) out[i] = floats[i];
   } else if (in.type == Type::FLOAT16) {
     for (; i < whole; i += W) store(out + i, load_half(words + i));
-    for (; i < in.dim; i++) out[i] = half(words[i]);
+    for (; i < dim; i++) out[i] = half(words[i]);
   } else {
     for (; i < whole; i += W) store(out + i, load_bfloat(words + i));
-    for (; i < in.dim; i++) out[i] = bfloat(words[i]);
+    for (; i < dim; i++) out[i] = bfloat(words[i]);
   }
   for (; i < width; i++) out[i] = 0;
   if (in.undo.pages) undo(in, angles_of(in.undo, int(at)), out);
 }
 
-float largest_of(const float* x, int width) {
+inline __attribute__((always_inline)) float largest_of(const float* x, int width) {
   V top{};
   for (int i = 0; i < width; i += W) top = larger(absolute(load(x + i)), top);
 #if defined(__AVX512F__)
@@ -107,7 +107,7 @@ float largest_of(const float* x, int width) {
   return largest;
 }
 
-bool sound(const float* x, int width) {
+inline __attribute__((always_inline)) bool sound(const float* x, int width) {
   VI bad{};
   for (int i = 0; i < width; i += W) {
     const VI fits = absolute(load(x + i)) <= LARGEST;  // a NaN fails any comparison
@@ -151,7 +151,7 @@ void pack(const uint8_t* codes, int dim, int bits, uint8_t* out) {
 
 // Index of each value's cell (how many boundaries lie below it) and its codeword, of tables that fit into registers.
 template <bool UP, int BITS>
-void nearest_of(const float* y, int width, const float* boundaries, const float* words, uint8_t* codes, float* q) {
+inline __attribute__((always_inline)) void nearest_of(const float* y, int width, const float* boundaries, const float* words, uint8_t* codes, float* q) {
   const Table16 of_cell(words);
 #if defined(__AVX512F__)
   const Table16 bounds(boundaries);
@@ -176,7 +176,7 @@ void nearest_of(const float* y, int width, const float* boundaries, const float*
 }
 
 template <bool UP>
-void nearest(const float* y, int width, int bits, const float* boundaries, const float* words, uint8_t* codes, float* q) {
+inline __attribute__((always_inline)) void nearest(const float* y, int width, int bits, const float* boundaries, const float* words, uint8_t* codes, float* q) {
   switch (bits) {
     case 1: return nearest_of<UP, 1>(y, width, boundaries, words, codes, q);
     case 2: return nearest_of<UP, 2>(y, width, boundaries, words, codes, q);
@@ -193,7 +193,7 @@ void nearest(const float* y, int width, int bits, const float* boundaries, const
   }
 }
 
-float dot(const float* a, const float* b, int width) {
+inline __attribute__((always_inline)) float dot(const float* a, const float* b, int width) {
   Sum sum;
   for (int i = 0; i < width; i += W) sum.add(i, load(a + i) * load(b + i));
   return sum.total();
@@ -245,39 +245,50 @@ double energy_of(const float* x, int width, float sum) {
   return total;
 }
 
-bool rotated(const RotatedCoding& c, int head, int from, int count, Loss& loss) {
-  const int dim = c.input.dim, width = padded(dim);
-  alignas(64) float x[MAX_DIM + 16], y[MAX_DIM + 16], q[MAX_DIM + 16], more[MAX_DIM + 16], mean[MAX_DIM + 16];
-  alignas(64) float signs[MAX_DIM + 16] = {};
+// Rows whose steps are taken side by side: each waits for sums over a row, during which those of the other rows go on.
+constexpr int ABREAST = 4;
+
+template <int DIM>
+struct Row {
+  static constexpr int WIDTH = (DIM ? DIM : MAX_DIM) + 16;
+  alignas(64) float x[WIDTH], y[WIDTH], q[WIDTH], more[WIDTH];
+  bool nearer, coded;
+  float largest, unit, scale;
+};
+
+// ROWS rows from `from` on. DIM is c.input.dim, for loops that are unrolled, or 0 for any.
+template <int DIM, int ROWS>
+bool code_rows(const RotatedCoding& c, const float* mean, const float* signs, int head, int from, Row<DIM>* rows, Loss& loss) {
+  const int dim = DIM ? DIM : c.input.dim, width = padded(dim);
+  const V root = all(1 / __builtin_sqrtf(float(dim)));
   alignas(64) uint8_t codes[MAX_DIM + 16];
   bool fine = true;
-  memcpy(signs, c.signs, dim * sizeof(float));
-  if (c.mean) {
-    for (int i = 0; i < dim; i++) mean[i] = bfloat(c.mean[head * int64_t(dim) + i]);
-    for (int i = dim; i < width; i++) mean[i] = 0;
+  for (int r = 0; r < ROWS; r++) {
+    read_row(c.input, head, from + r, dim, rows[r].x);
+    fine &= sound(rows[r].x, width);
   }
-  const V root = all(1 / __builtin_sqrtf(float(dim)));
-  for (int t = from; t < from + count; t++) {
-    read_row(c.input, head, t, x);
-    if (!sound(x, width)) {
-      fine = false;
-      continue;
+  if (!fine) return false;
+  for (int r = 0; r < ROWS; r++) {
+    auto& [x, y, q, more, nearer, coded, largest, unit, scale] = rows[r];
+    nearer = false;
+    if (!c.mean) continue;
+    Sum plain, centred;
+    for (int i = 0; i < width; i += W) {
+      const V value = load(x + i), apart = value - load(mean + i);
+      store(y + i, apart);
+      plain.add(i, value * value), centred.add(i, apart * apart);
     }
-    bool nearer = false;
-    if (c.mean) {
-      Sum plain, centred;
-      for (int i = 0; i < width; i += W) {
-        const V value = load(x + i), apart = value - load(mean + i);
-        store(y + i, apart);
-        plain.add(i, value * value), centred.add(i, apart * apart);
-      }
-      const float energy = plain.total();
-      nearer = centred.total() < energy;
-      loss.energy += energy_of(x, width, energy);
-      if (nearer) memcpy(x, y, width * sizeof(float));
-    }
-    const float largest = largest_of(x, width);
-    const bool coded = largest >= SMALLEST;
+    const float energy = plain.total();
+    nearer = centred.total() < energy;
+    loss.energy += energy_of(x, width, energy);
+    // No branch, for it would be guessed wrong every other row where the mean is small.
+    const VI taken = VI{} - int(nearer);
+    for (int i = 0; i < width; i += W) store(x + i, taken ? load(y + i) : load(x + i));
+  }
+  for (int r = 0; r < ROWS; r++) {
+    auto& [x, y, q, more, nearer, coded, largest, unit, scale] = rows[r];
+    largest = largest_of(x, width);
+    coded = largest >= SMALLEST;
     const V over = all(coded ? 1 / largest : 0);
     Sum squares;
     for (int i = 0; i < width; i += W) {
@@ -285,8 +296,12 @@ bool rotated(const RotatedCoding& c, int head, int from, int count, Loss& loss) 
       store(x + i, value);
       squares.add(i, value * value);
     }
-    const float sum = squares.total(), unit = __builtin_sqrtf(sum / float(dim));
+    const float sum = squares.total();
+    unit = __builtin_sqrtf(sum / float(dim));
     if (!c.mean) loss.energy += double(sum) * largest * largest;
+  }
+  for (int r = 0; r < ROWS; r++) {
+    auto& [x, y, q, more, nearer, coded, largest, unit, scale] = rows[r];
     for (int i = 0; i < width; i += W) store(y + i, load(x + i) * load(signs + i));
     if (c.odd == 1) {
       sylvester(y, dim);
@@ -305,10 +320,12 @@ bool rotated(const RotatedCoding& c, int head, int from, int count, Loss& loss) 
     const V by_unit = all(coded ? 1 / unit : 0);
     for (int i = 0; i < width; i += W) store(y + i, load(y + i) * by_unit);
     for (int i = dim; i < width; i++) y[i] = 0;
-
-    const int64_t row = int64_t(head) * c.input.count + t;
-    for (int s = 0; s < c.stages; s++) {
-      const auto& stage = c.stage[s];
+  }
+  for (int s = 0; s < c.stages; s++) {
+    const auto& stage = c.stage[s];
+    const int bytes = (dim * stage.bits + 7) / 8;
+    for (int r = 0; r < ROWS; r++) {
+      auto& [x, y, q, more, nearer, coded, largest, unit, scale] = rows[r];
       const float* from_here = s ? more : y;
       float* found = s ? more : q;
       if (c.steps) {
@@ -330,9 +347,11 @@ bool rotated(const RotatedCoding& c, int head, int from, int count, Loss& loss) 
       } else if (s == 1) {
         for (int i = 0; i < width; i += W) store(q + i, load(q + i) + load(more + i));
       }
-      const int bytes = (dim * stage.bits + 7) / 8;
-      pack(codes, dim, stage.bits, stage.codes + row * bytes);
+      pack(codes, dim, stage.bits, stage.codes + (int64_t(head) * c.input.count + from + r) * bytes);
     }
+  }
+  for (int r = 0; r < ROWS; r++) {
+    auto& [x, y, q, more, nearer, coded, largest, unit, scale] = rows[r];
     float correction = 1;
     if (c.steps && c.kind == Scale::NORM) {
       correction = __builtin_sqrtf(dot(y, y, width) / dot(q, q, width));
@@ -341,8 +360,11 @@ bool rotated(const RotatedCoding& c, int head, int from, int count, Loss& loss) 
       const float top = c.kind == Scale::LS ? yq : other, under = c.kind == Scale::LS ? other : yq;
       correction = under > 0 ? top / under : 1;
     }
-    const float scale = coded ? largest * unit * correction : 0;
-    c.scale[row] = to_bfloat(c.mean && !nearer ? -scale : scale);
+    scale = coded ? largest * unit * correction : 0;
+    c.scale[int64_t(head) * c.input.count + from + r] = to_bfloat(c.mean && !nearer ? -scale : scale);
+  }
+  for (int r = 0; r < ROWS; r++) {
+    auto& [x, y, q, more, nearer, coded, largest, unit, scale] = rows[r];
     if (!coded) continue;
     // A rotation keeps lengths, and a mean that was taken off comes back: the error is that of the points.
     const double size = double(largest) * unit;
@@ -354,7 +376,30 @@ bool rotated(const RotatedCoding& c, int head, int from, int count, Loss& loss) 
     }
     loss.error += double(lost.total()) * size * size;
   }
+  return true;
+}
+
+template <int DIM>
+bool rotated_rows(const RotatedCoding& c, int head, int from, int count, Loss& loss) {
+  constexpr int ROWS = DIM ? ABREAST : 1;
+  const int dim = DIM ? DIM : c.input.dim, stop = from + count;
+  alignas(64) float mean[MAX_DIM + 16] = {}, signs[MAX_DIM + 16] = {};
+  Row<DIM> rows[ROWS];
+  memcpy(signs, c.signs, dim * sizeof(float));
+  for (int i = 0; c.mean && i < dim; i++) mean[i] = bfloat(c.mean[head * int64_t(dim) + i]);
+  bool fine = true;
+  int t = from;
+  for (; t + ROWS <= stop; t += ROWS) fine &= code_rows<DIM, ROWS>(c, mean, signs, head, t, rows, loss);
+  for (; t < stop; t++) fine &= code_rows<DIM, 1>(c, mean, signs, head, t, rows, loss);
   return fine;
+}
+
+bool rotated(const RotatedCoding& c, int head, int from, int count, Loss& loss) {
+  switch (c.odd == 1 ? c.input.dim : 0) {
+    case 64: return rotated_rows<64>(c, head, from, count, loss);
+    case 128: return rotated_rows<128>(c, head, from, count, loss);
+  }
+  return rotated_rows<0>(c, head, from, count, loss);
 }
 
 // Codes of a row whose steps and zeros are spread to every channel.
@@ -394,7 +439,7 @@ bool affine(const AffineCoding& c, int head, int from, int count, Loss& loss) {
   if (c.by_token) {
     const int groups = (dim + c.group - 1) / c.group;
     for (int t = from; t < from + count; t++) {
-      read_row(c.input, head, t, x);
+      read_row(c.input, head, t, dim, x);
       fine &= sound(x, width);
       const int64_t row = int64_t(head) * c.input.count + t;
       for (int g = 0; g < groups; g++) {
@@ -413,7 +458,7 @@ bool affine(const AffineCoding& c, int head, int from, int count, Loss& loss) {
   for (int start = from; start < from + count; start += c.group) {
     const int stop = start + c.group < from + count ? start + c.group : from + count;
     for (int t = start; t < stop; t++) {
-      read_row(c.input, head, t, x);
+      read_row(c.input, head, t, dim, x);
       fine &= sound(x, width);
       for (int i = 0; i < width; i += W) {
         const V value = load(x + i);
@@ -427,7 +472,7 @@ bool affine(const AffineCoding& c, int head, int from, int count, Loss& loss) {
       step[i] = bfloat(c.step[at + i]), zero[i] = bfloat(c.zero[at + i]);
     }
     for (int t = start; t < stop; t++) {
-      read_row(c.input, head, t, x);
+      read_row(c.input, head, t, dim, x);
       affine_row(c, x, step, zero, int64_t(head) * c.input.count + t, loss);
     }
   }
@@ -440,7 +485,7 @@ void sum(const Input& in, int head, int from, int count, double* out) {
   for (int start = from; start < from + count; start += 64) {
     const int stop = start + 64 < from + count ? start + 64 : from + count;
     for (int t = start; t < stop; t++) {
-      read_row(in, head, t, x);
+      read_row(in, head, t, in.dim, x);
       for (int i = 0; i < width; i += W) store(some + i, t == start ? load(x + i) : load(some + i) + load(x + i));
     }
     for (int i = 0; i < in.dim; i++) out[i] += double(some[i]);
