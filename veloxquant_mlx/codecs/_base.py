@@ -270,7 +270,9 @@ def within(x: mx.array, limit: float) -> bool:
 
 def fits(shape: tuple[int, ...], laid_out: tuple[int, ...]) -> bool:
     """Whether an array of this shape is what a layout says, in which -1 is any size."""
-    return shape == laid_out or (len(shape) == len(laid_out) and all(want in (-1, size) for size, want in zip(shape, laid_out, strict=True)))
+    if shape == laid_out:
+        return True
+    return len(shape) == len(laid_out) and all(want in (-1, size) for size, want in zip(shape, laid_out, strict=True))
 
 
 def reciprocal(size: mx.array) -> mx.array:
