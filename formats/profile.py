@@ -75,12 +75,15 @@ def _made(root: Node, arrays: Arrays) -> Profile:
     if arrays:
         raise ManifestError(f"tensor {next(iter(arrays))!r:.40}, where a profile has none")
     rows: Sequence[Row] = [_row(node) for node in root.key("rows").elements()]
+    mapping = root.key("mapping").optional(lambda node: node.digest())
+    if mapping is None and any(row.mapped for row in rows):
+        raise ManifestError("$.rows: one is mapped, but $.mapping names no map")
     if list(rows) != sorted(rows, key=lambda row: row.share):
         raise ManifestError("$.rows: must ascend by share")
     return Profile(
         source=model_of(root.key("source")),
         target=model_of(root.key("target")),
-        mapping=root.key("mapping").optional(lambda node: node.digest()),
+        mapping=mapping,
         texts={name: node.digest() for name, node in root.key("texts").items()},
         prefix=root.key("prefix").integer(1),
         scored=root.key("scored").integer(1),

@@ -59,6 +59,8 @@ class LayerMap:
             array = arrays[name]
             if array is not None and array.shape != shape:
                 return f"{name} must be {shape}, but got {array.shape}"
+        if self.unexplained < 0:
+            return f"unexplained must be at least 0, but got {self.unexplained:g}"
         return None if self.sources else "sources must name at least one layer, but got none"
 
 

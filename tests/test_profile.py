@@ -213,7 +213,7 @@ def test_a_choice_that_cannot_be_made(tiny_a: LoadedModel, tiny_b: LoadedModel) 
     with pytest.raises(IncompatibleError, match="the profile's target is tiny-b"):
         choose(found(), source, tiny_a, mapping=None, share=0.5)
     with pytest.raises(IncompatibleError, match="measured with no map, not with map ffff"):
-        choose(found(), source, tiny_b, mapping="f" * 64, share=0.5)
+        choose(found(), source, tiny_b, digest="f" * 64, share=0.5)
 
 
 def test_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

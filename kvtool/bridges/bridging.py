@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from formats.files import naming
 from formats.profile import Row, read_profile
 from formats.transfer_map import MapFile, read_map
 from kvtool.archive import Restored, SaveReport, save
@@ -92,8 +93,9 @@ def planned(
 ) -> tuple[Row, float]:
     """What to recompute of a file, by a profile of the pair: the row, and its share for this file. Arguments and errors as `choose`."""
     with open_archive(source, calibration=calibration) as archive:
-        digest = None if mapping is None else read_map(mapping)[1]
-        return choose(read_profile(profile)[0], source_of(archive), model, mapping=digest, share=share, kl=kl)
+        used, digest = (None, None) if mapping is None else read_map(mapping)
+        with naming(os.fspath(profile)):
+            return choose(read_profile(profile)[0], source_of(archive), model, mapping=used, digest=digest, share=share, kl=kl)
 
 
 def recode_across(

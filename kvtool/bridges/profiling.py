@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from blake3 import blake3
 
-from formats.errors import IncompatibleError, QualityError
+from formats.errors import IncompatibleError, ManifestError, QualityError
 from formats.profile import Profile, Row
 from formats.transfer_map import MapFile
 from kvtool.archive import producer
@@ -133,21 +133,29 @@ def profile(
 
 
 def choose(
-    found: Profile, source: Source, target: LoadedModel, *, mapping: str | None, share: float | None = None, kl: float | None = None
+    found: Profile,
+    source: Source,
+    target: LoadedModel,
+    *,
+    mapping: MapFile | None = None,
+    digest: str | None = None,
+    share: float | None = None,
+    kl: float | None = None,
 ) -> tuple[Row, float]:
     """The row of a profile to hand a cache over by, and its share for a cache of this length.
 
     Args:
         found: the profile.
-        source: the cache; rows that need layer inputs which it does not hold are passed over.
+        source: the cache; plans for more tokens than it has, or for layer inputs that it does not hold, are passed over.
         target: who goes on.
-        mapping: digest of the map that there is, or None.
+        mapping, digest: the map that there is, and its file's digest.
         share: the most that may be recomputed: the row of least divergence within it.
         kl: the most divergence: the row of the least share within it.
 
     Raises:
         ValueError: not one of share and kl.
         IncompatibleError: a profile of other models, or another map.
+        ManifestError: the profile has a plan that its models and its prefix do not have.
         QualityError: no row is within the limit.
     """
     if (share is None) == (kl is None):
@@ -159,23 +167,24 @@ def choose(
                 f"the profile's {side} is {', not '.join(told_apart(own, model))}: {'; '.join(differ)}",
                 hint="kvtool profile makes one for these two",
             )
-    if found.mapping != mapping:
+    if found.mapping != digest:
         raise IncompatibleError(
-            f"the profile was measured with {_named(found.mapping)}, not with {_named(mapping)}", hint="give that map, or profile anew"
+            f"the profile was measured with {_named(found.mapping)}, not with {_named(digest)}", hint="give that map, or profile anew"
         )
     work, open_rows = Work(target), []
+    by_map = 0.0 if mapping is None else work.share(work.of_map(mapping, source.length), source.length)
     for row in found.rows:
-        plan = Recompute.parse(row.plan, source.length) if row.plan else Recompute()
-        if row.mapped == (mapping is not None) and (plan.needs_input is None or plan.needs_input in source.inputs):
-            # The map's share does not depend on the length but for attention, which a prefill's does.
-            by_map = row.share - (Recompute.parse(row.plan, found.prefix) if row.plan else Recompute()).share(work, found.prefix)
-            scale = (work.span(0, found.prefix) / found.prefix) / (work.span(0, source.length) / source.length)
-            open_rows.append((row, plan.share(work, source.length) + by_map * scale))
+        _planned(row, found.prefix, len(work.layers))
+        plan = _fitting(row, source.length)
+        if row.mapped == (mapping is not None) and plan is not None and (plan.needs_input is None or plan.needs_input in source.inputs):
+            open_rows.append((row, plan.share(work, source.length) + by_map))
+    if not open_rows:
+        held = ", ".join(map(str, sorted(source.inputs))) or "none"
+        what = f"none of the profile's {len(found.rows)} plans is for {source.length} tokens with the inputs of these layers: {held}"
+        raise QualityError(what, hint="recompute the whole prompt")
     within = [(row, part) for row, part in open_rows if (part <= share if share is not None else row.kl <= (kl or 0.0))]
     if not within:
-        least = (
-            min((part for _, part in open_rows), default=0.0) if share is not None else min((row.kl for row, _ in open_rows), default=0.0)
-        )
+        least = min(part for _, part in open_rows) if share is not None else min(row.kl for row, _ in open_rows)
         what = (
             f"a share of at most {share:.1%}: the least is {least:.1%}"
             if share is not None
@@ -183,6 +192,26 @@ def choose(
         )
         raise QualityError(f"the profile has no plan with {what}", hint="ask for less, or recompute the whole prompt")
     return min(within, key=lambda pair: (pair[0].kl, pair[1]) if share is not None else (pair[1], pair[0].kl))
+
+
+def _planned(row: Row, length: int, layers: int) -> Recompute:
+    """A row's plan for the tokens that it was measured on."""
+    try:
+        plan = Recompute.parse(row.plan, length) if row.plan else Recompute()
+        plan.check(length, layers)
+    except ValueError as error:
+        raise ManifestError(
+            f"$.rows: no plan of {length} tokens and {layers} layers: {error}", hint="profile the two models anew"
+        ) from error
+    return plan
+
+
+def _fitting(row: Row, length: int) -> Recompute | None:
+    """A row's plan for so many tokens, None where it asks for more."""
+    try:
+        return Recompute.parse(row.plan, length) if row.plan else Recompute()
+    except ValueError:
+        return None
 
 
 def _named(mapping: str | None) -> str:

@@ -22,8 +22,8 @@ from kvtool.model import LoadedModel
 from kvtool.states import CacheState
 
 LOOK = (0, 2)  # the layers where deviation is measured, unless a block is asked for: the first that sees other tokens is the second
-_TOKENS = re.compile(r"(first|newest|deviating)=(\d+(?:\.\d+)?)(%?)")
-_LAYERS = re.compile(r"layers=(\d+)-(\d+)")
+_TOKENS = re.compile(r"(first|newest|deviating)=([0-9]{1,9}(?:\.[0-9]{1,9})?)(%?)")
+_LAYERS = re.compile(r"layers=([0-9]{1,9})-([0-9]{1,9})")
 EXAMPLE = "first=4,newest=20%, deviating=10% or layers=9-15"
 
 

@@ -32,6 +32,8 @@ from kvtool.states import CacheState
 from veloxquant_mlx.transfer.rope import rotate, unrotated
 
 Rows = Callable[[int], np.ndarray]
+AGAIN = "kvtool check looks at the file, kvtool fit makes another map; else run the prompt again"
+NO_MAP = "the map is not of these two models: kvtool fit makes one"
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,13 @@ def transfer(
         wanted = [int(name) for name in own.sources]
         kept = {layer: kept[layer] if layer in kept else source.rows(layer) for layer in wanted}
         rows = _mapped([kept[layer] for layer in wanted], own, mapping is not None)
-        states.append(full_state(*cached(rows, probe)))
+        k, v = cached(rows, probe)
+        if not (mx.isfinite(k).all() & mx.isfinite(v).all()).item():
+            how = "the rows hold" if mapping is None else "rows and map give"
+            raise IncompatibleError(
+                f"layer {i}: {how} values that {target.info.name} cannot keep as {k.dtype}: NaN or infinity", hint=AGAIN
+            )
+        states.append(full_state(k, v))
         if progress is not None:
             progress(i + 1, len(probes))
     mapped = time.perf_counter()
@@ -246,14 +254,23 @@ def _maps(source: Source, probes: Sequence[CacheProbe], mapping: MapFile | None)
         nothing = np.empty((0, 0), np.float32)
         return [LayerMap((str(i),), True, *shape, 1.0, nothing, nothing, nothing) for i, shape in enumerate(wanted)]
     if list(mapping.layers) != [str(i) for i in range(len(wanted))]:
-        raise IncompatibleError(f"the map has layers {', '.join(mapping.layers)[:60]}, the model 0 to {len(wanted) - 1}")
+        raise IncompatibleError(f"the map has layers {', '.join(mapping.layers)[:60]}, the model 0 to {len(wanted) - 1}", hint=NO_MAP)
+    widths = {str(i): heads * (k + v) for i, (heads, k, v) in enumerate(source.shapes)}
     for name, own in mapping.layers.items():
-        inputs = [int(layer) if layer.isdigit() else len(source.shapes) for layer in own.sources]
-        if max(inputs) >= len(source.shapes) or (own.heads, own.k_dim, own.v_dim) != wanted[int(name)]:
-            raise IncompatibleError(f"the map's layer {name} is from {own.sources} to {own.heads} heads of {own.k_dim}, which do not fit")
-        given = sum(h * (k + v) for h, k, v in (source.shapes[layer] for layer in inputs))
+        where, shape = f"the map's layer {name}", (own.heads, own.k_dim, own.v_dim)
+        if shape != wanted[int(name)]:
+            raise IncompatibleError(
+                f"{where} gives (KV heads, key size, value size) {shape}, the model has {wanted[int(name)]}", hint=NO_MAP
+            )
+        absent = [layer for layer in own.sources if layer not in widths]
+        if absent:
+            raise IncompatibleError(f"{where} is from layer {absent[0]!r:.40}, the rows have 0 to {len(widths) - 1}", hint=NO_MAP)
+        given = sum(widths[layer] for layer in own.sources)
         if given != len(own.source_mean):
-            raise IncompatibleError(f"the map's layer {name} takes {len(own.source_mean)} entries, but the rows have {given}")
+            raise IncompatibleError(f"{where} takes {len(own.source_mean)} entries, but the rows have {given}", hint=NO_MAP)
+        if own.residual and widths[own.sources[0]] != own.out:
+            what = f"{where} adds to the {widths[own.sources[0]]} entries of layer {own.sources[0]}, but the model has {own.out}"
+            raise IncompatibleError(what, hint=NO_MAP)
     return list(mapping.layers.values())
 
 

@@ -193,7 +193,8 @@ def _report(args: list[str], error: Exception, hint: str | None, code: int) -> i
         traceback.print_exception(error, file=sys.stderr)
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename and error.strerror else str(error)
     lines = (text or type(error).__name__).splitlines()
-    click.echo("error: " + "\n".join(map(printable, lines)), err=True)
+    # Further lines stand in: what a file says is no second error.
+    click.echo("error: " + "\n  ".join(map(printable, lines)), err=True)
     if hint:
         click.echo(f"hint: {printable(hint)}", err=True)
     return code
