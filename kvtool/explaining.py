@@ -28,6 +28,7 @@ from kvtool.bridges.pairs import check_layers_of
 from kvtool.bridges.transferring import source_of
 from kvtool.calibrations import KINDS, Calibration
 from kvtool.compat import check_rows, computing_problems, identity_layers, layer_problems, not_compared, rope_problems, told_apart
+from kvtool.hidden import check_stream
 from kvtool.identity_sketch import SAMPLES, likeness
 from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
@@ -249,7 +250,9 @@ class _Explainer:
             ["kvtool", "fit", self.theirs.name, name, *adapters, *(["--overlap", str(OVERLAP)] if aligned else []), "-o", "MAP.safetensors"]
         )
         by = ["--from-model", self.theirs.name] if aligned else []
-        across = shlex.join([*recode, "--map", "MAP.safetensors", *by, "--recompute", RECOMPUTE])
+        # A token of another tokenizer says in its first layer's rows which it is, and these cost next to nothing.
+        plan = f"layers=0-1,{RECOMPUTE}" if aligned and _refusal(lambda: check_stream(self.model)) is None else RECOMPUTE
+        across = shlex.join([*recode, "--map", "MAP.safetensors", *by, "--recompute", plan])
         notes.insert(0, f"kvtool fit takes {self.theirs.name!r} as the file names it: give the folder or repository of that model")
         return (fit, across, measure), (() if "recode" in blocked else (shlex.join(recode),)), tuple(notes)
 

@@ -36,7 +36,7 @@ from tests.shapes import path
 
 RESULT = Path(__file__).parent / "results" / "transfer-shapes.md"
 PREFIX, SCORED, TEXTS = 256, 96, 8
-PLANS = ("first=4,newest=14%", "layers=0-1")
+PLANS = ("first=4,newest=14%", "layers=0-1", "layers=0-1,first=4,newest=14%")
 MOST_LEFT = 0.5  # of the NLL gap, between models of one tokenizer
 
 

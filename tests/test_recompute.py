@@ -72,6 +72,16 @@ def test_a_block_on_the_models_own_inputs_is_its_prefill(name: str, step: int, m
     assert type(model.model.layers[0]).__name__ == "TransformerBlock" or name == "glm4"
 
 
+def test_what_leaves_a_block_is_given_where_it_is_asked_for() -> None:
+    model = tiny("llama")
+    own, inputs = prefilled(model)
+    states, left = run_span(model, ids(LENGTH), noisy(own, [3]), 0, LENGTH, (1, 2), inputs[1], leaves=False)
+    assert left is None
+    assert_same(states, own, [1])
+    _, left = run_span(model, ids(LENGTH), noisy(own, [3]), 0, LENGTH, (0, 1))
+    assert left is not None and np.allclose(np.array(left), np.array(inputs[1]), atol=1e-5)
+
+
 def test_what_enters_the_first_layer_is_the_embedding() -> None:
     model = tiny("llama")
     _, inputs = prefilled(model)
@@ -232,17 +242,23 @@ def test_plans_that_make_no_sense(text: str, words: str) -> None:
 def test_plans() -> None:
     plan = Recompute.parse("first=4, newest=10%, deviating=5%, layers=2-4", 100)
     assert plan == Recompute(4, 10, 5, (2, 4)) and plan.needs_input == 2 and plan.goes_on_from == 0
-    assert Recompute.parse("deviating=5", 100).block == recompute.LOOK and Recompute.parse("layers=0-3", 9).goes_on_from == 3
+    assert Recompute.parse("deviating=5", 100).block == recompute.LOOK and Recompute.parse("layers=0-3", 9).goes_on_from == 0
+    assert [Recompute.parse(f"layers=0-{n},first=1", 9).goes_on_from for n in (1, 2, 3)] == [0, 2, 3]
     assert plan.words() == ["4 first tokens", "10 newest tokens", "5 deviating tokens", "layers 2 to 3"]
 
 
 def test_shares_of_blocks_and_chosen_tokens(tiny_b: LoadedModel) -> None:
     work = Work(tiny_b)
-    assert Recompute(layers=(0, 4)).share(work, 64) == 1
-    assert Recompute(layers=(1, 2)).share(work, 64) == pytest.approx(1 / 4)
-    # From a block at layer 0 tokens go on; else they run through all layers.
-    assert Recompute(newest=64, layers=(0, 1)).share(work, 64) == pytest.approx(1)
-    assert Recompute(newest=64, layers=(1, 2)).share(work, 64) == pytest.approx(5 / 4)
+    # Of the last layer of a block nothing but keys and values is wanted.
+    args = tiny_b.model.args
+    rows = 2 * 64 * 2 * args.hidden_size * args.num_key_value_heads * 64 / work.span(0, 64)
+    assert work.rows(64, 1) / work.span(0, 64) == pytest.approx(rows) and 0 < rows < 0.04
+    assert Recompute(layers=(0, 1)).share(work, 64) == Recompute(layers=(1, 2)).share(work, 64) == pytest.approx(rows)
+    assert Recompute(layers=(0, 4)).share(work, 64) == pytest.approx(3 / 4 + rows)
+    # From a longer block at layer 0 tokens go on; else they run through all layers.
+    assert Recompute(newest=64, layers=(0, 2)).share(work, 64) == pytest.approx(1)
+    assert Recompute(newest=64, layers=(0, 1)).share(work, 64) == pytest.approx(1 + rows)
+    assert Recompute(newest=64, layers=(1, 2)).share(work, 64) == pytest.approx(1 + rows)
     one = Recompute(deviating=1, layers=(0, 2))
     weights, width = work.layers[0]
     assert one.share(work, 64, [9]) == pytest.approx(0.5 + 2 * (2 * weights + 4 * width * 10) / work.span(0, 64))

@@ -5,7 +5,8 @@
     first=N           then the first tokens, which see nothing but one another: exact
     newest=P%         then the newest, which see all
 
-Tokens run through all layers, but where the block begins at layer 0 they go on from its end.
+Tokens run through all layers, but where the block begins at layer 0 and is longer than that one they go on from its end. Of the last layer
+of a block that no token goes on from, keys and values alone are computed: layers=0-1 costs little, and is exact.
 CacheBlend (Yao et al. 2025) chooses by deviation, DroidSpeak (Liu et al. 2026) recomputes a block of layers.
 """
 
@@ -92,7 +93,13 @@ class Recompute:
     @property
     def goes_on_from(self) -> int:
         """The layer that chosen tokens begin at."""
-        return self.block[1] if self.block is not None and not self.block[0] else 0
+        # Running layer 0 twice for them is less than running all of it for every token.
+        return self.block[1] if self.block is not None and not self.block[0] and self.block[1] > 1 and self.tokens else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that run through layers by themselves."""
+        return self.first + self.newest + self.deviating
 
     def share(self, work: Work, length: int, chosen: Sequence[int] | None = None) -> float:
         """Of the prefill's arithmetic.
@@ -101,7 +108,10 @@ class Recompute:
             chosen: positions of the deviating tokens; None takes them as spread evenly.
         """
         low, rest = self.goes_on_from, range(self.first, length - self.newest)
-        done = work.span(0, length, *self.block) if self.block else 0
+        done = 0
+        if self.block is not None:
+            last = self.block[1] - 1
+            done = work.span(0, length, self.block[0], self.block[1] if low else last) + (0 if low else work.rows(length, last))
         done += work.span(0, self.first, low) + work.span(length - self.newest, length, low)
         if self.deviating:
             at = chosen if chosen is not None else [rest[i * len(rest) // self.deviating] for i in range(self.deviating)]
@@ -137,7 +147,7 @@ def recomputed(
     states, left = list(states), None
     if plan.block is not None:
         given = None if plan.needs_input is None else layer_input(plan.needs_input)
-        states, left = run_span(model, tokens, states, 0, length, plan.block, given)
+        states, left = run_span(model, tokens, states, 0, length, plan.block, given, leaves=bool(low))
     ends = [*range(plan.first), *range(length - plan.newest, length)]
     chosen: list[int] = []
     if plan.deviating and plan.block is not None:

@@ -41,6 +41,7 @@ def run_span(
     stop: int,
     layers: tuple[int, int] | None = None,
     given: mx.array | None = None,
+    leaves: bool = True,
 ) -> tuple[list[CacheState], mx.array | None]:
     """The states with rows of tokens start to stop, in a block of layers, as the model computes them on the rows before them.
 
@@ -50,9 +51,10 @@ def run_span(
         states: of every layer.
         layers: first layer and the one after the last; None is all.
         given: (stop - start, E), what enters the first of them; needed unless that is layer 0.
+        leaves: whether to compute what leaves the last of them; without, its keys and values are all that is computed of it.
 
     Returns:
-        The states, and what leaves the last layer, (stop - start, E); None where all layers ran.
+        The states, and what leaves the last layer, (stop - start, E); None where all layers ran, or it is not asked for.
 
     Raises:
         IncompatibleError: blocks of layers of this model cannot be run alone.
@@ -84,7 +86,7 @@ def run_span(
                         )
                     x = given[None, at - start : end - start].astype(x.dtype)
                 y = run(x)
-                if layer == last - 1:
+                if layer == last - 1 and leaves:
                     left.append(y[0])
                 return y
 

@@ -46,6 +46,19 @@ class Work:
         tokens, seen = stop - start, (stop * (stop + 1) - start * (start + 1)) // 2
         return sum(2 * weights * tokens + 4 * width * seen for weights, width in self.layers[first:last])
 
+    @cached_property
+    def projections(self) -> tuple[int, ...]:
+        """Weights of each layer that its keys and values come from; all of it where they are not told apart."""
+        found = []
+        for module, (weights, _) in zip(self.model.model.layers, self.layers, strict=True):
+            own = [part for name, part in module.named_modules() if name.rpartition(".")[2] in ("k_proj", "v_proj")]
+            found.append(sum(map(_weights, own)) if len(own) == 2 else weights)
+        return tuple(found)
+
+    def rows(self, tokens: int, layer: int) -> int:
+        """Operations of the keys and values alone of so many tokens in one layer, from what enters it."""
+        return 2 * self.projections[layer] * tokens
+
     def of_map(self, mapping: MapFile, tokens: int) -> int:
         """Operations of a map on so many tokens."""
         each = sum(own.left.size + (0 if own.right is None else own.right.size) for own in mapping.layers.values())
