@@ -88,6 +88,9 @@ class Recorder:
     size: bytes = b""
     rows: np.ndarray | None = None
     mixed: np.ndarray | None = None
+    smoothed: np.ndarray | None = None
+    words: bytes = b""
+    turns: np.ndarray | None = None
 
     def floats(self, data: np.ndarray, bfloat: bool) -> None:
         self.data, self.type = data, 2 if bfloat else {"float32": 0, "float16": 1}[str(data.dtype)]
@@ -120,6 +123,29 @@ class Recorder:
     def mix(self, mix: np.ndarray) -> None:
         self.mixed = padded(mix)
 
+    def smooth(self, factors: np.ndarray) -> None:
+        self.smoothed = factors
+
+    def codewords(
+        self, form: int, codes: np.ndarray, size: int, place: np.ndarray, bits: np.ndarray, table: np.ndarray, *more: Any
+    ) -> None:
+        values, order, exact = more
+        whole = (bits == 8).all() and (place % 8 == 0).all() and (place == place[:, :1] + 8 * np.arange(place.shape[1])).all()
+        first = np.zeros(len(place), int) if exact is not None else place.min(axis=1, initial=1 << 20) // 8
+        last = np.maximum((place + bits).max(axis=1, initial=0), 0 if exact is None else 1)
+        spans = np.stack([first, -(-last // 8) - first], axis=1).astype(np.int32)
+        shared = codes.shape[0] == 1 and self.shape[0] != 1
+        self.words = numbers(form, shared, codes.shape[2], size, place.shape[1], bool(whole)) + array(codes)
+        self.words += b"".join(map(array, (place, bits.astype(np.uint8), table, values, spans, order, exact)))
+        if form == 2:  # how many of each head stand before the means in the basis
+            counts = np.arange(len(place) + 1, dtype=np.int32) * place.shape[1]
+            self.component = components(np.zeros((0, 0, 0), np.uint8), counts, np.zeros(0, np.uint16), np.zeros(0, np.float32))
+        self.type = 5
+
+    def signs(self, codes: np.ndarray, turns: np.ndarray, hartley: np.ndarray) -> None:
+        self.codes(codes, 1, [-1.0, 1.0])
+        self.turns, self.turn, self.type = turns, (None, hartley), 6
+
     def written(self) -> bytes:
         step, zero, group, by_token = self.grid
         odd = 1 if self.turn[1] is None else len(self.turn[1])
@@ -127,7 +153,9 @@ class Recorder:
         grid = numbers(group, by_token) + array(step) + array(zero)
         none = components(np.zeros((0, 0, 0), np.uint8), np.zeros(0, np.int32), np.zeros(0, np.uint16), np.zeros(0, np.float32))
         coded = (self.component or none) + (self.size or none) + array(self.rows) + array(self.mixed)
-        return start + b"".join(map(array, self.sides)) + grid + numbers(odd) + b"".join(map(array, self.turn)) + coded
+        turned = numbers(odd) + b"".join(map(array, (*self.turn, self.smoothed, self.turns)))
+        words = self.words or numbers(0, 0, 0, 0, 0, 0) + 8 * array(None)
+        return start + b"".join(map(array, self.sides)) + grid + turned + coded + words
 
 
 @dataclass

@@ -81,6 +81,18 @@ Components components_of(Input& in) {
   return c;
 }
 
+Codewords words_of(Input& in, const Rows& rows) {
+  Codewords c{};
+  c.form = Form(in.number());
+  const bool shared = in.number();
+  c.row = in.number(), c.head = shared ? 0 : rows.count * c.row, c.size = int(in.number()), c.count = int(in.number()), c.bytes = in.number();
+  int64_t size = 0;
+  c.codes = in.array<uint8_t>(&size), c.end = c.codes + size;
+  c.place = in.array<int32_t>(), c.bits = in.array<uint8_t>(), c.table = in.array<int64_t>(), c.values = in.array<float>();
+  c.span = in.array<int32_t>(), c.order = in.array<int32_t>(), c.exact = in.array<float>();
+  return c;
+}
+
 Rows rows_of(Input& in) {
   Rows rows{};
   rows.type = Type(in.number());
@@ -90,8 +102,9 @@ Rows rows_of(Input& in) {
   for (int i = 0; i < rows.stages; i++) {
     Stage& stage = rows.stage[i];
     stage.bits = int(in.number());
-    stage.row = (rows.dim * stage.bits + 7) / 8, stage.head = rows.count * stage.row;
-    stage.codes = in.array<uint8_t>(), stage.end = stage.codes + rows.heads * stage.head;
+    int64_t bytes = 0;
+    stage.codes = in.array<uint8_t>(&bytes), stage.end = stage.codes + bytes;
+    stage.head = bytes / rows.heads, stage.row = stage.head / rows.count;
     stage.table = in.array<float>();
   }
   rows.scale = in.array<uint16_t>(), rows.mean = in.array<float>();
@@ -99,8 +112,13 @@ Rows rows_of(Input& in) {
   rows.step = in.array<uint16_t>(), rows.zero = in.array<uint16_t>();
   rows.odd = int(in.number());
   rows.signs = in.array<float>(), rows.hartley = in.array<float>();
+  const float* smooth = in.array<float>();
+  if (smooth) rows.signs = smooth, rows.signs_head = rows.dim;
+  int64_t turned = 0;
+  rows.turns = in.array<float>(&turned), rows.blocks = int(turned / (2 * rows.dim * int64_t(sizeof(float))));
   rows.components = components_of(in), rows.sizes = components_of(in);
   rows.basis = in.array<float>(), rows.mix = in.array<float>();
+  rows.words = words_of(in, rows);
   return rows;
 }
 

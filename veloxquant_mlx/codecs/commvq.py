@@ -34,16 +34,18 @@ need tables learnt once for a model, not from the cache: `commvq_additive`, whic
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
 from veloxquant_mlx.allocators.planes import allocate, distortions, refine, split
-from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layout, Parts, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs._bits import pack, unpack
+from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.codecs.rvq import Rvq
+from veloxquant_mlx.native import converting
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 MAX_TABLE_BITS = 8
@@ -161,6 +163,8 @@ class CommVq(Codec):
         return parts
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+        if converting.in_use(shape[2]):
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         order = mx.array(np.argsort(self.planes(shape[2]).reshape(-1)).astype(np.uint32))
         out = mx.zeros(shape, dtype)
@@ -175,6 +179,26 @@ class CommVq(Codec):
             out[:, tokens] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
             mx.eval(out)
         return out
+
+    def row_reader(self, parts: Parts, shape: Shape) -> NativeReader:
+        parts = self._checked_parts(parts, self.layout(shape, mx.float32))
+        self._checked_widths(parts, shape[2])
+        return NativeReader(self, parts, shape)
+
+    def native_rows(self, parts: Parts, shape: Shape) -> Any:
+        """The rows as the native back end reads them: of every plane its codewords times w, with the mean."""
+        dim = shape[2]
+        widths, planes, gain = self._checked_widths(parts, dim), self.planes(dim), float32(parts["gain"])
+        words = np.concatenate([np.zeros((1, 2), np.float32), float32(parts["table"])])
+        w, mean = gain[..., 0] + 1j * gain[..., 1], float32(parts["mean"])[:, planes]
+        values = [
+            w[h, i] * words[(1 << b) - 1 : (2 << b) - 1].view(np.complex64)[:, 0] + np.complex64(complex(*mean[h, :, i]))
+            for (h, i), b in np.ndenumerate(widths)
+        ]
+        sizes = (2 << widths).reshape(-1)
+        table, place = (np.cumsum(sizes) - sizes).reshape(widths.shape), 1 + np.cumsum(widths, axis=1) - widths
+        flat = np.concatenate([np.zeros(0, np.complex64), *values]).view(np.float32)
+        return codewords(shape, "planes", parts["codes"], 2, place, widths, table, flat, planes.reshape(-1), float32(parts["exact"]))
 
     def scores(self, parts: dict[str, mx.array], shape: Shape, queries: mx.array, positions: np.ndarray, rope: RopeSpec | None) -> mx.array:
         """<query, R_p x^> of every token from its codes, without decoding a key.
@@ -333,10 +357,7 @@ class CommVq(Codec):
 
     def _indices(self, parts: dict[str, mx.array], tokens: slice, dim: int) -> tuple[mx.array, mx.array]:
         """Word of each plane in `_words` order, (H, S, D / 2) uint32, and whether the row is the exact one, (H, S)."""
-        widths = np.array(parts["widths"]).astype(np.int64)
-        if widths.size and (widths.max() > self.table_bits or (widths.sum(axis=1) >= self._row_bits(dim)).any()):
-            most = f"at most {self.table_bits} and less than {self._row_bits(dim)} in sum per head"
-            raise ManifestError(f"[{self.id}] part 'widths' must be {most}, but got {widths.max()} and {widths.sum(axis=1).max()}.")
+        widths = self._checked_widths(parts, dim)
         stream = unpack(parts["codes"][:, tokens], 1, self._row_bits(dim))
         offset = 1 + np.cumsum(widths, axis=1) - widths
         index = mx.array(((1 << widths) - 1).astype(np.uint32))[:, None]
@@ -347,6 +368,14 @@ class CommVq(Codec):
                 + mx.take_along_axis(stream, at, axis=-1).astype(mx.uint32) * mx.array(((widths > bit) << bit).astype(np.uint32))[:, None]
             )
         return mx.broadcast_to(index, (*stream.shape[:2], dim // 2)), stream[..., 0] == 1
+
+    def _checked_widths(self, parts: Parts, dim: int) -> np.ndarray:
+        """The part `widths`, int64."""
+        widths = np.array(parts["widths"][...]).astype(np.int64)
+        if widths.size and (widths.max() > self.table_bits or (widths.sum(axis=1) >= self._row_bits(dim)).any()):
+            most = f"at most {self.table_bits} and less than {self._row_bits(dim)} in sum per head"
+            raise ManifestError(f"[{self.id}] part 'widths' must be {most}, but got {widths.max()} and {widths.sum(axis=1).max()}.")
+        return widths
 
 
 def _times(a: mx.array, b: mx.array, c: mx.array, d: mx.array) -> list[mx.array]:

@@ -20,10 +20,14 @@ import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
+from veloxquant_mlx import native
 from veloxquant_mlx.allocators.additive import WORDS, AdditiveTables, most_stages, nearest
 from veloxquant_mlx.allocators.transforms import dequantised, inverse, quantised
-from veloxquant_mlx.codecs._base import FLOAT16_MAX, Codec, Frame, Given, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._base import FLOAT16_MAX, Codec, Frame, Given, Layout, Parts, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._codewords import codewords
+from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs.rvq import Rvq
+from veloxquant_mlx.native import converting
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 RATES = (1.0, 1.5, 2.0, 3.0)
@@ -166,6 +170,8 @@ class CommVqAdditive(Codec):
         return parts
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype, given: Given | None = None) -> mx.array:
+        if converting.in_use(shape[2]):
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         reader = self.reader(parts)
         words, back, mean = (mx.array(table) for table in (reader.words.reshape(-1), reader.back, reader.mean[:, None]))
@@ -176,6 +182,9 @@ class CommVqAdditive(Codec):
             out[:, tokens] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
             mx.eval(out)
         return out
+
+    def row_reader(self, parts: Parts, shape: Shape) -> "AdditiveReader":
+        return AdditiveReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
     def scores(self, parts: dict[str, mx.array], shape: Shape, queries: mx.array, positions: np.ndarray, rope: RopeSpec | None) -> mx.array:
         """<query, R_p k^> of every token from its codes; what is summed over stages are whole words, made once: no basis, no search.
@@ -302,6 +311,26 @@ class Reader:
             mx.array(np.concatenate([words[stage == r].T @ back[stage == r] for r in range(count)]))
             for back, stage, words, count in zip(self.back, self.stage, self.words, self.stages, strict=True)
         ]
+
+
+class AdditiveReader(RowReader):
+    """Reads rows; components are the codes' own, one product with their basis makes a tile of rows of them."""
+
+    def __init__(self, codec: CommVqAdditive, parts: dict[str, mx.array], shape: Shape) -> None:
+        super().__init__(codec, parts, shape)
+        self.tables = codec.reader(parts)
+
+    @cached_property
+    def stored(self) -> Any:
+        heads, _, dim = self.shape
+        if dim > native.max_dim():
+            return None
+        tables = self.tables
+        first = np.cumsum(tables.stages) - np.array(tables.stages)
+        place, table = 8 * (first[:, None] + tables.stage), np.arange(heads * dim).reshape(heads, dim) * WORDS
+        rows = codewords(self.shape, "parts", self.parts["codes"], 1, place, 8, table, tables.words)
+        rows.basis(np.concatenate([tables.back.reshape(-1, dim), tables.mean]).astype(np.float32))
+        return rows
 
 
 def _wide(codes: np.ndarray, step: np.ndarray) -> np.ndarray:

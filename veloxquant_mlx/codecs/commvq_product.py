@@ -36,18 +36,20 @@ with sink=0,recent=0 the KL on chat is .0765 and .3636. Every run of every head 
 
 import re
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
 from veloxquant_mlx.allocators.vecinfer import train_codebook
-from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layout, Parts, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.codecs.commvq import check_rotary
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.metal._comm_vq import comm_vq_decode_metal
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
+from veloxquant_mlx.native import converting
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 SUBS = {"1": 8, "2": 4}  # bits a value: entries of a word
@@ -155,6 +157,8 @@ class CommVqProduct(Codec):
         return parts
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+        if converting.in_use(shape[2]):
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         back = mx.array(np.argsort(self.order(shape[2])).astype(np.uint32))
         heads, _, dim = shape
@@ -166,6 +170,16 @@ class CommVqProduct(Codec):
             out[:, tokens] = mx.take(rows.reshape(heads, -1, dim), back, axis=-1).astype(dtype)
             mx.eval(out)
         return out
+
+    def row_reader(self, parts: Parts, shape: Shape) -> NativeReader:
+        return NativeReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
+
+    def native_rows(self, parts: Parts, shape: Shape) -> Any:
+        """The rows as the native back end reads them."""
+        heads, _, dim = shape
+        runs = dim // self.sub
+        table = np.arange(heads * runs).reshape(heads, runs) * WORDS * self.sub
+        return codewords(shape, "runs", parts["codes"], self.sub, 8 * np.arange(runs), 8, table, float32(parts["words"]), self.order(dim))
 
     def rotated_keys(self, parts: dict[str, mx.array], shape: Shape, positions: np.ndarray, rope: RopeSpec | None) -> mx.array:
         """The keys as a half-split model caches them, a head's parts going to `comm_vq_decode_metal` as they are.

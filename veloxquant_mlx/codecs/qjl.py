@@ -30,17 +30,21 @@ The paper keeps outlier channels apart and the newest tokens exact; `sink` and `
 import math
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
+import numpy as np
 
 from formats.errors import ManifestError
-from veloxquant_mlx.codecs._base import FLOAT16_MAX, SMALLEST, Codec, Frame, Layout, RoleName, Shape, reciprocal, token_blocks
+from veloxquant_mlx import native
+from veloxquant_mlx.codecs._base import FLOAT16_MAX, SMALLEST, Codec, Frame, Layout, Parts, RoleName, Shape, reciprocal, token_blocks
 from veloxquant_mlx.codecs._bits import pack, packed_bytes, unpack
+from veloxquant_mlx.codecs._codewords import NativeReader, float32
 from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS, encode_centred
-from veloxquant_mlx.codecs._rotation import rotate, unrotate
+from veloxquant_mlx.codecs._rotation import factors, rotate, unrotate
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.metal._qjl import qjl_inner_product
+from veloxquant_mlx.native import converting
 
 MAX_BLOCKS = 4
 
@@ -122,6 +126,8 @@ class Qjl(Codec):
         return encode_centred(self, x, self.center, self._encode_block)
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
+        if converting.in_use(shape[2]):
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         dim = shape[2]
         out = mx.zeros(shape, dtype)
@@ -137,6 +143,19 @@ class Qjl(Codec):
             out[:, tokens] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
             mx.eval(out)
         return out
+
+    def row_reader(self, parts: Parts, shape: Shape) -> NativeReader:
+        return NativeReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
+
+    def native_rows(self, parts: Parts, shape: Shape) -> Any:
+        """The rows as the native back end reads them."""
+        dim, rows = shape[2], native.stored(shape)
+        turns = np.stack([np.stack([native.shared(factors(dim, seed)[0]) for seed in pair]) for pair in self._seeds()])
+        rows.signs(native.packed(parts["codes"]), turns, native.shared(factors(dim, self.seed)[1]))
+        rows.scale(native.packed(parts["norm"]))
+        if self.center:
+            rows.mean(float32(parts["mean"]))
+        return rows
 
     def scores(self, parts: dict[str, mx.array], shape: Shape, queries: mx.array) -> mx.array:
         """<query, x^> of every token from its bits, by the kernel `qjl_inner_product`.

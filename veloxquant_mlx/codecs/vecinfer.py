@@ -34,16 +34,18 @@ kept exact (`sink=4`). Keys are coded after RoPE, as the kernel reads them. Ever
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
 from veloxquant_mlx.allocators.vecinfer import calibrate_smooth_factors, dequantize_vq, train_codebook
-from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, SMALLEST, Codec, Frame, Layout, RoleName, Shape, token_blocks
+from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, SMALLEST, Codec, Frame, Layout, Parts, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs._bits import pack, packed_bytes, unpack
+from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
+from veloxquant_mlx.native import converting
 
 RATES = {"1": (8, 8), "1.25": (4, 5), "1.5": (4, 6), "1.75": (4, 7), "2": (4, 8)}  # bits a value: entries of a word, bits of a code
 SMALLEST_PEAK = 2.0**-40  # of a channel, relative to u: lambda is at least 2^-20
@@ -146,6 +148,8 @@ class VecInfer(Codec):
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         self._check_dim(shape[2])
+        if converting.in_use(shape[2]):
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         words = parts["words"].astype(mx.float32)
         out = mx.zeros(shape, dtype)
@@ -157,6 +161,17 @@ class VecInfer(Codec):
             out[:, tokens] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
             mx.eval(out)
         return out
+
+    def row_reader(self, parts: Parts, shape: Shape) -> NativeReader:
+        return NativeReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
+
+    def native_rows(self, parts: Parts, shape: Shape) -> Any:
+        """The rows as the native back end reads them."""
+        place = np.arange(shape[2] // self.sub) * self.bits
+        rows = codewords(shape, "runs", parts["codes"], self.sub, place, self.bits, np.zeros(1), float32(parts["words"]))
+        if self.smooth:
+            rows.smooth(float32(parts["smooth"]))
+        return rows
 
     def _learn(self, x: mx.array, unit: float, smooth: mx.array | None) -> mx.array:
         """(2^bits, sub) bfloat16 words, in units of u."""

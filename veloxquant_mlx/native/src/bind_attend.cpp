@@ -383,6 +383,10 @@ void bind_attend(nb::module_& m) {
       .def("mean", &Stored::mean)
       .def("affine", &Stored::affine)
       .def("rotation", &Stored::rotation)
+      .def("smooth", &Stored::smooth)
+      .def("codewords", &Stored::codewords, nb::arg("form"), nb::arg("codes"), nb::arg("size"), nb::arg("place"), nb::arg("bits"),
+           nb::arg("table"), nb::arg("values"), nb::arg("order").none(), nb::arg("exact").none())
+      .def("signs", &Stored::signs)
       .def("components", &Stored::components)
       .def("sizes", &Stored::sizes)
       .def("basis", &Stored::basis)

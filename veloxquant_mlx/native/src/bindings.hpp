@@ -29,6 +29,10 @@ template <int N>
 using Words = nb::ndarray<const uint16_t, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 template <int N>
 using F32 = nb::ndarray<const float, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <int N>
+using I32 = nb::ndarray<const int32_t, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <int N>
+using I64 = nb::ndarray<const int64_t, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using Bounds = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 using Out3 = nb::ndarray<nb::numpy, float, nb::ndim<3>>;

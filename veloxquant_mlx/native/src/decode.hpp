@@ -1,5 +1,6 @@
 // Rows of codes to rows of floats, a tile of tokens at a time.
 #pragma once
+#include "codewords.hpp"
 #include "components.hpp"
 #include "lookup.hpp"
 #include "problem.hpp"
@@ -116,15 +117,6 @@ __attribute__((noinline)) void decode_from_components(const Rows& rows, int head
   rows_from_components(rows, head, {y + from % TOGETHER, ROW}, out);
 }
 
-// Points of `count` rows, each padded to a multiple of 16 by finite numbers.
-void points(const Rows& rows, int head, int from, int count, float* out) {
-  if (rows.type == Type::COMPONENTS) return decode_from_components(rows, head, from, count, out);
-  if (rows.type != Type::CODES) return decode_floats(rows, head, from, count, out);
-  for (int i = 0; i < rows.stages; i++) decode_stage(rows.stage[i], head, from, count, rows.dim, i > 0, out);
-  if (!rows.step) return;
-  rows.by_token ? affine_by_token(rows, head, from, count, out) : affine_by_channel(rows, head, from, count, out);
-}
-
 // sqrt(D) T x in place, D = odd 2^k.
 void transform(const Rows& rows, float* x) {
   const int power = rows.dim / rows.odd;
@@ -140,24 +132,63 @@ void transform(const Rows& rows, float* x) {
     }
 }
 
+__attribute__((noinline)) void decode_words(const Rows& rows, int head, int from, int count, float* out) {
+  if (rows.words.form != Form::PARTS) return decode_codewords(rows, head, from, count, out);
+  alignas(64) float y[MAX_DIM * TILE];
+  decode_parts(rows, head, from, count, y);
+  rows_from_components(rows, head, {y, TILE}, out);
+}
+
+// Rows of unit length times sqrt(D) from their signs: each block of D is turned back by two rotations.
+__attribute__((noinline)) void decode_signs(const Rows& rows, int head, int from, int count, float* out) {
+  const int dim = rows.dim, width = padded(dim);
+  const float factor = __builtin_sqrtf(1.57079633f) / (dim * __builtin_sqrtf(float(dim)) * rows.blocks);
+  alignas(64) float signs[MAX_BLOCKS * MAX_DIM + W], x[MAX_DIM];
+  for (int t = 0; t < count; t++, out += width) {
+    decode_codes<1, true>(rows.stage[0], head, from + t, 1, rows.blocks * dim, false, signs);
+    for (int i = 0; i < width; i++) out[i] = 0;
+    for (int b = 0; b < rows.blocks; b++) {
+      const float *second = rows.turns + (2 * b + 1) * dim, *first = second - dim;
+      memcpy(x, signs + b * dim, dim * sizeof(float));
+      transform(rows, x);
+      for (int i = 0; i < dim; i++) x[i] *= second[i];
+      transform(rows, x);
+      for (int i = 0; i < dim; i++) out[i] += x[i] * first[i];
+    }
+    for (int i = 0; i < dim; i++) out[i] *= factor;
+  }
+}
+
+// Points of `count` rows, each padded to a multiple of 16 by finite numbers.
+void points(const Rows& rows, int head, int from, int count, float* out) {
+  if (rows.type == Type::COMPONENTS) return decode_from_components(rows, head, from, count, out);
+  if (rows.type == Type::CODEWORDS) return decode_words(rows, head, from, count, out);
+  if (rows.type == Type::SIGNS) return decode_signs(rows, head, from, count, out);
+  if (rows.type != Type::CODES) return decode_floats(rows, head, from, count, out);
+  for (int i = 0; i < rows.stages; i++) decode_stage(rows.stage[i], head, from, count, rows.dim, i > 0, out);
+  if (!rows.step) return;
+  rows.by_token ? affine_by_token(rows, head, from, count, out) : affine_by_channel(rows, head, from, count, out);
+}
+
 // Points to rows: scale, rotation back and mean.
 void to_rows(const Rows& rows, int head, int from, int count, float* out) {
   const int dim = rows.dim, width = padded(dim);
-  if (!rows.scale) return;
+  if (!rows.scale && !rows.signs) return;
   const float norm = rows.signs ? 1 / __builtin_sqrtf(float(dim)) : 1;
+  const float* signs = rows.signs + head * rows.signs_head;
   for (int t = 0; t < count; t++, out += width) {
-    const uint16_t stored = rows.scale[head * int64_t(rows.count) + from + t];
+    const uint16_t stored = rows.scale ? rows.scale[head * int64_t(rows.count) + from + t] : ONE;
     const float scale = bfloat(stored & 0x7fff), factor = scale * norm, centred = rows.mean && stored < 0x8000 ? 1 : 0;
     if (rows.signs) transform(rows, out);
     const float* mean = rows.mean ? rows.mean + int64_t(head) * dim : nullptr;
     int i = 0;
     for (; i + W <= dim; i += W) {
       V x = load(out + i) * factor;
-      if (rows.signs) x *= load(rows.signs + i);
+      if (rows.signs) x *= load(signs + i);
       if (mean) x += load(mean + i) * centred;
       store(out + i, x);
     }
-    for (; i < dim; i++) out[i] = out[i] * factor * (rows.signs ? rows.signs[i] : 1) + (mean ? mean[i] * centred : 0);
+    for (; i < dim; i++) out[i] = out[i] * factor * (rows.signs ? signs[i] : 1) + (mean ? mean[i] * centred : 0);
   }
 }
 

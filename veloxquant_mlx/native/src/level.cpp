@@ -52,7 +52,8 @@ void prepare(const Problem& p, int head) {
         for (int i = 0; i < keys.dim; i++) by_mean += q[i] * keys.mean[int64_t(head) * keys.dim + i];
       if (!p.angles && keys.signs) {
         const float norm = 1 / __builtin_sqrtf(float(keys.dim));
-        for (int i = 0; i < keys.dim; i++) to[i] *= keys.signs[i];
+        const float* signs = keys.signs + head * keys.signs_head;
+        for (int i = 0; i < keys.dim; i++) to[i] *= signs[i];
         transform(keys, to);
         for (int i = 0; i < keys.dim; i++) to[i] *= norm;
       }
@@ -359,9 +360,9 @@ int add_alike(const Found* found, int problems, int head, int row, float base, f
       for (int i = 0; i < p.values.dim; i++) out[i] += with_mean * p.values.mean[int64_t(head) * p.values.dim + i];
   }
   if (first.values.signs) {
-    const float norm = 1 / __builtin_sqrtf(float(first.values.dim));
+    const float norm = 1 / __builtin_sqrtf(float(first.values.dim)), *signs = first.values.signs + head * first.values.signs_head;
     transform(first.values, sum);
-    for (int i = 0; i < first.values.dim; i++) sum[i] *= norm * first.values.signs[i];
+    for (int i = 0; i < first.values.dim; i++) sum[i] *= norm * signs[i];
   }
   for (int i = 0; i < dim_v; i += W) store(out + i, load(out + i) + load(sum + i));
   if (shared) add_predicted(first, head, shared, out);

@@ -11,8 +11,10 @@ namespace kvtool {
 constexpr int TILE = 32;      // tokens decoded at a time
 constexpr int TOGETHER = 32;  // tokens whose codes of a component lie together
 constexpr int MAX_DIM = 512;  // a tile of it is 64 KiB of stack
+constexpr int MAX_BLOCKS = 4;  // of D signs
+constexpr uint16_t ONE = 0x3f80;  // bfloat16
 
-enum class Type : int { FLOAT32, FLOAT16, BFLOAT16, CODES, COMPONENTS };
+enum class Type : int { FLOAT32, FLOAT16, BFLOAT16, CODES, COMPONENTS, CODEWORDS, SIGNS };
 
 // Neighbouring codes of b bits, least significant first, each row from a byte of its own.
 struct Stage {
@@ -35,6 +37,26 @@ struct Components {
   const float* points;   // 2^bits values, repeated to at least 16
 };
 
+// Codes of a row that stand for codewords each: code i, of bits[i] bits from bit place[i] on, for `size` neighbouring entries from size i on;
+// for entries i and i + D / 2 (a plane of RoPE); or for component i of a row.
+enum class Form : int { RUNS, PLANES, PARTS };
+struct Codewords {
+  Form form;
+  const uint8_t* codes;
+  const uint8_t* end;  // of the memory that may be read
+  int64_t head, row;   // strides in bytes
+  int size;            // entries of a codeword: 1 to 8 of a run, 2 of a plane, 1 of a component
+  int count;           // codes of a head's row
+  const int32_t* place;   // (H, count)
+  const uint8_t* bits;    // (H, count), 0 to 8
+  const int64_t* table;   // (H, count): where the codewords of each begin in `values`
+  const float* values;
+  const int32_t* span;    // (H, 2): the first byte of a row that holds codes of a head, and how many do
+  bool bytes;             // every code is a byte, and they are neighbours
+  const int32_t* order;   // (D): which entry of a row each entry is; or nullptr
+  const float* exact;     // (H, D): the rows whose bit 0 is set; or nullptr
+};
+
 // x[s] = scale[s] R^T points[s] + centred[s] mean, or points step + zero, or of components y: basis^T y + mean, or with those of the keys
 // beside them, size R^T y + mix^T y of the keys + mean.
 struct Rows {
@@ -50,13 +72,17 @@ struct Rows {
   const uint16_t* zero;
   int group;
   bool by_token;
-  const float* signs;    // (D): points are T diag(signs) x; or nullptr
+  const float* signs;    // (D), or (H, D): points are T diag(signs) x, or T diag(signs)^-1 x; or nullptr
+  int64_t signs_head;    // their stride
   const float* hartley;  // (odd, odd), D = odd 2^k
   int odd;
   Components components;
   const float* basis;  // (n + H, D padded): the rows that components are for, and the means; or nullptr
   Components sizes;    // one for each head
   const float* mix;    // (components of the keys, H, D padded), or nullptr
+  Codewords words;
+  int blocks;          // of D signs in the codes of the one stage
+  const float* turns;  // (blocks, 2, D): of the two rotations that each block's signs are turned back by
 };
 
 // What is seen by a mask: a byte that is 0 or not, or a number added to the score.

@@ -28,25 +28,7 @@ class Stored {
     data_ = data;
   }
 
-  void codes(const Bytes& codes, int bits, const std::optional<std::vector<float>>& table) {
-    if (bits < 1 || bits > 8) refuse("bits", "1 to 8", std::to_string(bits));
-    if (rows.stages == 2) refuse("codes", "given for one or two stages", "a third");
-    check("codes", codes, {rows.heads, rows.count, (int64_t(rows.dim) * bits + 7) / 8});
-    if (codes.shape(2) > 1 && codes.stride(2) != 1) refuse("codes", "contiguous along the last axis", "stride " + std::to_string(codes.stride(2)));
-    Stage& stage = rows.stage[rows.stages];
-    const int64_t last = (rows.heads - 1) * codes.stride(0) + (rows.count - 1) * codes.stride(1) + int64_t(codes.shape(2));
-    if (codes.size() && (codes.stride(0) < 0 || codes.stride(1) < 0)) refuse("codes", "of ascending strides", "negative ones");
-    stage = {codes.data(), codes.data() + (codes.size() ? last : 0), codes.stride(0), codes.stride(1), bits, nullptr};
-    if (table) {
-      if (table->size() != size_t(1) << bits) refuse("table", std::to_string(1 << bits) + " values", std::to_string(table->size()));
-      std::vector<float>& values = tables_[rows.stages];
-      values.resize(std::max<size_t>(16, table->size()));
-      for (size_t i = 0; i < values.size(); i++) values[i] = (*table)[i % table->size()];
-      stage.table = values.data();
-    }
-    codes_[rows.stages++] = codes;
-    rows.type = Type::CODES;
-  }
+  void codes(const Bytes& codes, int bits, const std::optional<std::vector<float>>& table) { codes_of(codes, bits, rows.dim, table); }
 
   void scale(const Words<2>& scale) {
     check("scale", scale, {rows.heads, rows.count});
@@ -75,6 +57,82 @@ class Stored {
     rows.signs = signs.data(), rows.hartley = hartley.data(), rows.odd = odd, signs_ = signs, hartley_ = hartley;
   }
 
+  // What rows of codewords are multiplied by after their transform, for each head: D is a power of two.
+  void smooth(const F32<2>& factors) {
+    check("smooth", factors, {rows.heads, rows.dim});
+    if (rows.dim & (rows.dim - 1)) refuse("smooth", "that of rows of 2^k entries", std::to_string(rows.dim));
+    rows.signs = factors.data(), rows.signs_head = rows.dim, rows.odd = 1, smooth_ = factors;
+  }
+
+  // Codes of codewords: bits and the bit of a row where each code lies, (H, n); where its codewords begin in `values`, each of `size` entries
+  // one after another; and what makes entries of them. A stride of 0 between heads: a row's codes are those of all heads.
+  void codewords(
+      int form, const Bytes& codes, int size, const I32<2>& place, const I32<2>& bits, const I64<2>& table, const F32<1>& values,
+      const std::optional<Bounds>& order, const std::optional<F32<2>>& exact) {
+    const int heads = rows.heads, count = int(place.shape(1)), entries = form == int(Form::PARTS) ? 1 : size;
+    if (form < 0 || form > int(Form::PARTS)) refuse("form", "0 to 2", std::to_string(form));
+    if (entries != (form == int(Form::PARTS) ? 1 : form == int(Form::PLANES) ? 2 : std::clamp(size, 1, 8)) || size != entries)
+      refuse("size", "1 to 8 entries of a run, 2 of a plane, 1 of a part", std::to_string(size));
+    if (int64_t(count) * size != rows.dim) refuse("codewords", "of D = " + std::to_string(rows.dim) + " entries", std::to_string(count * size));
+    for (const auto* part : {&place, &bits}) check("place and bits", *part, {heads, count});
+    check("table", table, {heads, count});
+    const bool shared = int(codes.shape(0)) == 1 && heads != 1;
+    const int64_t bytes = int64_t(codes.shape(2));
+    check("codes", codes, {shared ? 1 : heads, rows.count, bytes});
+    if (codes.size() && (codes.stride(0) < 0 || codes.stride(1) < 0 || (bytes > 1 && codes.stride(2) != 1)))
+      refuse("codes", "contiguous along the last axis, of ascending strides", "others");
+    Owned& own = component_;
+    own.bits.clear(), own.place.assign(place.data(), place.data() + place.size()), span_.clear();
+    tables64_.assign(table.data(), table.data() + table.size()), values_ = values;
+    bool neighbours = true;
+    for (int h = 0; h < heads; h++) {
+      int64_t from = exact ? 0 : bytes * 8, to = exact ? 1 : 0;
+      for (int i = 0; i < count; i++) {
+        const int at = h * count + i, width = bits.data()[at], where = own.place[at];
+        if (width < 0 || width > 8) refuse("bits", "0 to 8", std::to_string(width));
+        if (where < 0 || where + width > bytes * 8) refuse("place", "within " + std::to_string(bytes) + " bytes", std::to_string(where));
+        if (tables64_[at] < 0 || tables64_[at] + (int64_t(size) << width) > int64_t(values.shape(0)))
+          refuse("table", "within " + std::to_string(values.shape(0)) + " values", std::to_string(tables64_[at]));
+        own.bits.push_back(uint8_t(width));
+        from = std::min<int64_t>(from, where), to = std::max<int64_t>(to, where + width);
+        neighbours &= width == 8 && where % 8 == 0 && where == own.place[h * count] + 8 * i;
+      }
+      from = std::min(from, to) / 8, to = (to + 7) / 8;
+      if (to - from > MAX_DIM) refuse("codes", "at most " + std::to_string(MAX_DIM) + " bytes of a head", std::to_string(to - from));
+      span_.push_back(int32_t(from)), span_.push_back(int32_t(to - from));
+    }
+    if (order) {
+      check("order", *order, {rows.dim});
+      order_.assign(order->data(), order->data() + rows.dim);
+      std::vector<bool> seen(rows.dim);
+      for (int entry : order_) {
+        if (entry < 0 || entry >= rows.dim || seen[entry]) refuse("order", "each entry once", std::to_string(entry));
+        seen[entry] = true;
+      }
+    }
+    if (exact) check("exact", *exact, {heads, rows.dim}), exact_ = *exact;
+    codes_[0] = codes;
+    own.first.clear();
+    for (int h = 0; h <= heads; h++) own.first.push_back(h * count);
+    const int64_t last = (codes.shape(0) - 1) * codes.stride(0) + (rows.count - 1) * codes.stride(1) + bytes;
+    rows.words = {
+        Form(form), codes.data(), codes.data() + (codes.size() ? last : 0), shared ? 0 : codes.stride(0), codes.stride(1), size, count,
+        own.place.data(), own.bits.data(), tables64_.data(), values.data(), span_.data(), neighbours, order ? order_.data() : nullptr,
+        exact ? exact->data() : nullptr};
+    rows.components.first = own.first.data(), rows.type = Type::CODEWORDS;
+  }
+
+  // Signs of projections in blocks of D, and the two rotations of each block, (blocks, 2, D) of signs.
+  void signs(const Bytes& codes, const F32<3>& turns, const F32<2>& hartley) {
+    const int blocks = int(turns.shape(0)), odd = int(hartley.shape(0)), power = odd ? rows.dim / odd : 0;
+    if (blocks < 1 || blocks > MAX_BLOCKS) refuse("turns", "of 1 to 4 blocks", std::to_string(blocks));
+    check("turns", turns, {blocks, 2, rows.dim}), check("hartley", hartley, {odd, odd});
+    if (odd < 1 || odd * power != rows.dim || (power & (power - 1))) refuse("hartley", "(m, m) with D = m 2^k", shape(hartley));
+    codes_of(codes, 1, int64_t(blocks) * rows.dim, std::vector<float>{-1, 1});
+    rows.blocks = blocks, rows.turns = turns.data(), rows.hartley = hartley.data(), rows.odd = odd, turns_ = turns, hartley_ = hartley;
+    rows.type = Type::SIGNS;
+  }
+
   // Codes of the components of each head, with the points of each component one after another.
   void components(const Bytes& codes, const Bounds& first, const Words<1>& bits, const F32<1>& points) {
     set(rows.components, component_, "components", codes, first, bits, points);
@@ -90,7 +148,7 @@ class Stored {
 
   // The row of each component and then the mean of each head.
   void basis(const F32<2>& basis) {
-    if (rows.type != Type::COMPONENTS) refuse("basis", "that of components", "none");
+    if (rows.type != Type::COMPONENTS && !in_parts()) refuse("basis", "that of components", "none");
     const int count = rows.components.first[rows.heads] + rows.heads, width = (rows.dim + 15) / 16 * 16;
     check("basis", basis, {count, rows.dim});
     for (int h = 0; h < rows.heads; h++)
@@ -111,7 +169,7 @@ class Stored {
   }
 
   // Components of the keys: those that values are predicted from, those that keys have.
-  int predicting() const { return rows.mix ? mixed_ : rows.basis ? rows.components.first[rows.heads] : -1; }
+  int predicting() const { return rows.mix ? mixed_ : rows.type == Type::COMPONENTS && rows.basis ? rows.components.first[rows.heads] : -1; }
 
   void check_complete() const {
     if (rows.type == Type::COMPONENTS) {
@@ -119,7 +177,15 @@ class Stored {
       if (rows.mix && !rows.sizes.first) refuse("components", "given sizes beside a mix", "none");
       return;
     }
-    if (rows.type == Type::CODES ? !rows.stages : !rows.data && rows.count) refuse("rows", "given their codes or floats", "none");
+    if (rows.type == Type::CODEWORDS) {
+      if (in_parts() != bool(rows.basis)) refuse("basis", "that of parts", rows.basis ? "that of others" : "none");
+      if (rows.scale || rows.mean) refuse("codewords", "without scale and mean", "one of them");
+      if (rows.signs && !rows.signs_head) refuse("codewords", "smoothed, or as they are", "a rotation");
+      return;
+    }
+    if (rows.type <= Type::BFLOAT16 ? !rows.data && rows.count : !rows.stages) refuse("rows", "given their codes or floats", "none");
+    if (rows.signs_head) refuse("smooth", "that of codewords", "others");
+    if (rows.type == Type::SIGNS && (!rows.scale || rows.signs || rows.step)) refuse("signs", "given a scale alone, and a mean", "others");
     if (rows.signs && !rows.scale) refuse("rotation", "that of rows with a scale", "no scale");
     if (rows.mean && !rows.scale) refuse("mean", "that of rows with a scale", "no scale");
   }
@@ -144,7 +210,34 @@ class Stored {
     std::vector<float> points;
   } component_, size_;
   std::vector<float> basis_, mix_;
+  std::vector<int32_t> span_, order_;
+  std::vector<int64_t> tables64_;
+  F32<1> values_;
+  F32<2> exact_, smooth_;
+  F32<3> turns_;
   int mixed_ = 0;
+
+  void codes_of(const Bytes& codes, int bits, int64_t entries, const std::optional<std::vector<float>>& table) {
+    if (bits < 1 || bits > 8) refuse("bits", "1 to 8", std::to_string(bits));
+    if (rows.stages == 2) refuse("codes", "given for one or two stages", "a third");
+    check("codes", codes, {rows.heads, rows.count, (entries * bits + 7) / 8});
+    if (codes.shape(2) > 1 && codes.stride(2) != 1) refuse("codes", "contiguous along the last axis", "stride " + std::to_string(codes.stride(2)));
+    Stage& stage = rows.stage[rows.stages];
+    const int64_t last = (rows.heads - 1) * codes.stride(0) + (rows.count - 1) * codes.stride(1) + int64_t(codes.shape(2));
+    if (codes.size() && (codes.stride(0) < 0 || codes.stride(1) < 0)) refuse("codes", "of ascending strides", "negative ones");
+    stage = {codes.data(), codes.data() + (codes.size() ? last : 0), codes.stride(0), codes.stride(1), bits, nullptr};
+    if (table) {
+      if (table->size() != size_t(1) << bits) refuse("table", std::to_string(1 << bits) + " values", std::to_string(table->size()));
+      std::vector<float>& values = tables_[rows.stages];
+      values.resize(std::max<size_t>(16, table->size()));
+      for (size_t i = 0; i < values.size(); i++) values[i] = (*table)[i % table->size()];
+      stage.table = values.data();
+    }
+    codes_[rows.stages++] = codes;
+    rows.type = Type::CODES;
+  }
+
+  bool in_parts() const { return rows.type == Type::CODEWORDS && rows.words.form == Form::PARTS; }
 
   static std::vector<float> wide(const float* from, int64_t count, int dim, int width) {
     std::vector<float> to(size_t(count) * width + 1);  // never without memory
