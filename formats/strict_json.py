@@ -15,7 +15,7 @@ from formats.errors import HeaderError
 
 MAX_DEPTH = 32
 MAX_ELEMENTS = 1 << 22
-MAX_DIGITS = 19
+MAX_DIGITS = 20  # of 0.00012345678901234567: no float in its shortest form has more in a row
 # Possessive: no backtracking, hence no stack of saved positions on a text of megabytes.
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -79,7 +79,7 @@ def loads(text: str, what: str) -> Any:
 def _scan(text: str, what: str) -> None:
     bare = _STRING.sub("", text).encode("utf-8", "replace")
     if b"0" * (MAX_DIGITS + 1) in bare.translate(_DIGITS_TO_ZERO):
-        raise HeaderError(f"{what}: a number of more than {MAX_DIGITS} digits")
+        raise HeaderError(f"{what}: a number of more than {MAX_DIGITS} digits in a row")
     elements = sum(bare.count(sign) for sign in (b",", b"[", b"{", b":"))
     if elements > MAX_ELEMENTS:
         raise HeaderError(f"{what}: {elements} elements, more than {MAX_ELEMENTS}")

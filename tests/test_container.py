@@ -618,7 +618,7 @@ def replaced(data: bytes, old: str, new: str, *, manifest: bool) -> bytes:
         ('"length":1', '"length":NaN', True, "NaN"),
         ('"length":1', '"length":-Infinity', True, "Infinity"),
         ('"length":1', '"length":1e999', True, "out of range"),
-        ('"length":1', '"length":' + "9" * 5000, True, "19 digits"),
+        ('"length":1', '"length":' + "9" * 5000, True, "20 digits"),
         ('"extra":{}', '"extra":' + "[" * 100_000 + "]" * 100_000, True, "deep"),
         ('"extra":{}', '"extra":' + '{"a":' * 33 + "1" + "}" * 33, True, "deep"),
         ('"extra":{}', '"extra":[' + "0," * (1 << 22) + "0]", True, "elements"),

@@ -19,7 +19,7 @@ def test_fixed_bytes_and_limits():
     assert f"offsets {examine.DIGEST_AT} to {examine.DIGEST_AT + 63}" in SPEC
     assert f"{header.MAX_HEADER:,}".replace(",", " ") in SPEC
     assert f"{strict_json.MAX_ELEMENTS:,}".replace(",", " ") in SPEC
-    assert f"more than {strict_json.MAX_DIGITS} digits" in SPEC and f"deeper than {strict_json.MAX_DEPTH}" in SPEC
+    assert f"more than {strict_json.MAX_DIGITS} digits in a row" in SPEC and f"deeper than {strict_json.MAX_DEPTH}" in SPEC
     assert f"at most {examine.MAX_EXPANSION} times" in SPEC and f"at most {manifest.MAX_NESTING} levels" in SPEC
 
 

@@ -128,6 +128,14 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
     assert again == found() and digest == same
 
 
+@pytest.mark.parametrize(
+    "value", [0.00012345678901234567, 0.0009999999999999998, 5e-324, 1.7976931348623157e308, 1234567890123456.8, 0.1 + 0.2]
+)
+def test_figures_of_any_size_come_back(value: float, tmp_path: Path) -> None:
+    write_profile(tmp_path / "p", made(("", 0.00012345678901234567, value)))
+    assert read_profile(tmp_path / "p")[0].rows[0].kl == value
+
+
 def test_the_front_is_what_nothing_beats() -> None:
     profile = made(("", 0.0, 1.0), ("first=4", 0.1, 0.5), ("newest=5", 0.1, 0.6), ("newest=9", 0.2, 0.5), ("newest=12", 0.3, 0.4))
     assert profile.front() == (True, True, False, False, True)
