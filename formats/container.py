@@ -355,18 +355,23 @@ class Reader:
         with contextlib.suppress(BufferError):
             self._map.close()
 
-    def verify_ahead(self, names: Sequence[str]) -> None:
+    def verify_ahead(self, names: Sequence[str], threads: ThreadPoolExecutor | None = None) -> None:
         """Begin to compare digests of tensors, in threads and in this order; `array` waits for that of the tensor it is asked for.
 
         Args:
             names: keys of `tensors` that will be asked for soon. Small ones are left to `array`.
+            threads: the threads, which are the caller's to end; None for this reader's own.
         """
         large = [self.tensors[name] for name in names if self.tensors[name].padded >= _AHEAD]
-        if large and self._threads is None:
-            self._threads = ThreadPoolExecutor(_READERS, "kvtool-verify")
+        if large and threads is None:
+            threads = self._threads = self._threads or verifying_threads()
         for info in large:
-            assert self._threads is not None
-            self._ahead[info.name] = self._threads.submit(check_digest, self._map, info)
+            assert threads is not None
+            self._ahead[info.name] = threads.submit(self.compare, info)
+
+    def compare(self, info: TensorInfo) -> None:
+        """Raise DigestError unless the stored bytes of a tensor have the digest that is recorded."""
+        check_digest(self._map, info)
 
     def array(self, name: str, *, verify: bool = True) -> np.ndarray:
         """One tensor in its logical shape, read-only: a view of the mapped file, or decompressed if it is zstd.
@@ -403,6 +408,11 @@ class Reader:
             if progress is not None:
                 progress(done, total)
         return defects
+
+
+def verifying_threads() -> ThreadPoolExecutor:
+    """Threads that digests are compared in."""
+    return ThreadPoolExecutor(_READERS, "kvtool-verify")
 
 
 def open_container(path: str | os.PathLike[str]) -> Reader:

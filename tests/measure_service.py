@@ -1,12 +1,18 @@
-"""What the service takes: `python -m tests.measure_service [transfer|restart]`, both by default. Medians, on this machine.
+"""What the service takes: `python -m tests.measure_service [transfer|restart|coming|timing]`, all by default. Medians, on this machine.
 
 transfer  an object of 100 MB over loopback, read by one plain socket: from the service and from nginx, the same file; and put, beside a
           bare write with fsync. Bytes a second.
 restart   the first token of a prompt of 2048 tokens that a `kvtool lm-server --store` knew before it was restarted, and without the store;
           the model is loaded in both. SmolLM2 (`tests/smollm2/make.py`).
+coming    until a prompt of about 100 MB in rvq-4 (SmolLM2's shapes, random rows) is ready to go on from, over loopback at 200 MB/s: fetched
+          whole and then loaded, and built while it comes; from chunks of 256 and of 4096 tokens.
+timing    whether the time of a tenant's look-up of a prompt that it does not have tells that another tenant has it: pairs of look-ups in
+          random order, a sign test and a test of ranks over the pairs, and the same of two prompts that nobody has.
 """
 
+import http.client
 import json
+import math
 import os
 import shutil
 import socket
@@ -19,16 +25,28 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
+import kvtool
 from kvtool.bench.machine import machine
+from kvtool.capturing import Snapshot
+from kvtool.model import LoadedModel, load_model
+from kvtool.probe import probe_model
+from kvtool.service.partition import Partition
+from kvtool.service.tenants import ANYONE, made, write
+from kvtool.store.folder import Folder
+from kvtool.store.local_copy import LocalCopy
 from kvtool.store.served import Served
+from kvtool.store.store import Store
 from tests import store_servers
 from tests.service_running import service
 from tests.smollm2.make import models_at
 from tests.texts import text
 
 SIZE, RUNS, TOKENS = 100_000_000, 9, 2048
+COMING, RATE, PAIRS = 15_872, 200e6, 1500
 NGINX = """
 worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log; daemon off; user root;
 events {{}}
@@ -155,10 +173,114 @@ def restart(folder: Path) -> None:
     print(f"first token after a restart: {known:.2f} s with the store, {unknown:.2f} s without, ratio {known / unknown:.3f} (must be 0.1)")
 
 
+def rows(model: LoadedModel, count: int) -> Snapshot:
+    """A prompt's cache without a prefill: random rows of a model's shapes."""
+    rng, cache = np.random.default_rng(1), make_prompt_cache(model.model)
+    for one, probe in zip(cache, probe_model(model.model), strict=True):
+        assert probe.k is not None
+        shape = (1, probe.k.heads, count, probe.k.dim)
+        one.update_and_fetch(*(mx.array(rng.standard_normal(shape, np.float32)) for _ in "kv"))
+    return kvtool.capture(model, cache=cache, tokens=[int(i) for i in rng.integers(0, 40_000, count)])
+
+
+def coming(folder: Path) -> None:
+    model = load_model(str(models_at()["smollm2"]))
+    snapshot = rows(model, COMING)
+    assert snapshot.tokens is not None
+    asked = [*snapshot.tokens, 1]
+    for chunk in (256, 4096):
+        put = Store(Partition(Folder(folder / str(chunk)), ANYONE.folder, bytes.fromhex(ANYONE.salt)), chunk=chunk)
+        size = put.put(snapshot, codec="rvq-4", model=model).bytes
+        local = least_of(lambda put=put: put.load(asked, model), 3)
+        with service(folder / str(chunk), "--no-tokens") as running, store_servers.Proxy(running.port) as proxy:
+            proxy.rate = RATE
+            taken: dict[str, list[float]] = {"fetched": [], "loaded": [], "built while it came": []}
+            for run in range(RUNS):
+                for way in ("whole", "coming"):
+                    copies = LocalCopy(Served(f"http://127.0.0.1:{proxy.port}"), folder / f"copies-{chunk}-{run}-{way}")
+                    store = Store(copies, chunk=chunk)
+                    match = store.lookup(asked, model)
+                    assert match is not None and match.usable == COMING
+                    start = time.perf_counter()
+                    if way == "whole":
+                        fetched = copies.fetching([node.name for node in match.nodes])
+                        assert fetched is not None
+                        copies.keep(fetched)
+                        copies.settle()
+                        taken["fetched"].append(time.perf_counter() - start)
+                    begun = time.perf_counter()
+                    restored = store.load(asked, model)
+                    taken["loaded" if way == "whole" else "built while it came"].append(time.perf_counter() - begun)
+                    assert restored is not None and restored.usable == COMING
+                    del restored
+                    store.close()
+                    shutil.rmtree(folder / f"copies-{chunk}-{run}-{way}")
+        least = {name: min(times) for name, times in taken.items()}
+        together = min(a + b for a, b in zip(taken["fetched"], taken["loaded"], strict=True))
+        print(f"chunks of {chunk}: {size / 1e6:.0f} MB, {size / RATE:.2f} s on the line, {local:.2f} s to load from a folder here")
+        print(f"  fetched {least['fetched']:.2f} s, then loaded {least['loaded']:.2f} s: {together:.2f} s")
+        print(f"  built while it came: {least['built while it came']:.2f} s, {least['built while it came'] / together:.2f} of that")
+
+
+def least_of(call: Callable[[], object], times: int) -> float:
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def timing(folder: Path) -> None:
+    (ana, _), (bob, token) = made("ana"), made("bob")
+    write(folder / "tenants.json", [ana, bob])
+    model, rng = load_model("tiny-a"), np.random.default_rng(2)
+    prompts = [[int(i) for i in rng.integers(0, 500, 256 * 8 + 1)] for _ in range(3)]
+    snapshot = kvtool.capture(model, prompts[0])
+    for tenant, tokens in ((ana, prompts[0]), (bob, [int(i) for i in rng.integers(0, 500, 256 * 8)])):
+        store = Store(Partition(Folder(folder / "store"), tenant.folder, bytes.fromhex(tenant.salt)))
+        store.put(snapshot if tenant is ana else kvtool.capture(model, tokens), codec="rvq-4", model=model)
+    bodies = [json.dumps({"tokens": tokens}).encode() for tokens in prompts]
+    with service(folder / "store", "--tenants", str(folder / "tenants.json")) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port)
+
+        def asked(body: bytes) -> float:
+            start = time.perf_counter()
+            connection.request("POST", "/v1/lookup", body, {"Authorization": f"Bearer {token}", "Content-Type": "application/json"})
+            found = json.loads(connection.getresponse().read())
+            taken = time.perf_counter() - start
+            assert found == {"found": []}
+            return taken
+
+        pairs: dict[str, list[tuple[float, float]]] = {"another tenant has one of the two": [], "nobody has either": []}
+        for i in range(PAIRS):
+            for name, (a, b) in zip(pairs, ((0, 1), (2, 1)), strict=True):
+                first = asked(bodies[a]) if rng.random() < 0.5 else None
+                second = asked(bodies[b])
+                pairs[name].append((asked(bodies[a]) if first is None else first, second))
+            if i == 20:
+                pairs = {name: [] for name in pairs}  # warm
+    for name, both in pairs.items():
+        a, b = np.array(both).T
+        longer = int((a > b).sum())
+        sign = 2 * (1 - normal(abs(longer - len(a) / 2 + 0.0) / (len(a) / 4) ** 0.5))
+        order = np.argsort(np.argsort(np.concatenate([a, b]))) + 1.0
+        n = len(a)
+        ranks = (order[:n].sum() - n * (2 * n + 1) / 2) / (n * n * (2 * n + 1) / 12) ** 0.5
+        print(f"{name}: medians {1e3 * np.median(a):.3f} and {1e3 * np.median(b):.3f} ms, the first longer in {longer} of {n} pairs")
+        print(f"  sign test p = {sign:.3f}, ranks p = {2 * (1 - normal(abs(ranks))):.3f}")
+
+
+def normal(x: float) -> float:
+    """The normal distribution's share below x."""
+    return 0.5 * (1 + math.erf(x / 2**0.5))
+
+
 def main(wanted: list[str]) -> None:
     about = machine()
     print(f"{about['date']} {about['processor']}, {about['cores']} cores, load {about['load'][0]}")
-    for name, run in {"transfer": transfer, "restart": restart}.items():
+    kvtool.use_openblas()
+    for name, run in {"transfer": transfer, "restart": restart, "coming": coming, "timing": timing}.items():
         if not wanted or name in wanted:
             print(f"-- {name}", flush=True)
             with tempfile.TemporaryDirectory(prefix="kvtool-measure-") as folder:

@@ -127,6 +127,7 @@ class Proxy:
         answer_bytes: bytes of each connection's answers that pass before it is cut; None for all.
         request_bytes: the same of requests.
         silent: accept, and answer nothing.
+        rate: bytes a second of all answers together; None for no limit.
     """
 
     def __init__(self, target: int) -> None:
@@ -134,6 +135,8 @@ class Proxy:
         self.answer_bytes: int | None = None
         self.request_bytes: int | None = None
         self.silent = False
+        self.rate: float | None = None
+        self._due, self._paying = 0.0, threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
@@ -179,17 +182,28 @@ class Proxy:
                 continue
             self._open += [client, server]
             for source, sink, limit in ((client, server, self.request_bytes), (server, client, self.answer_bytes)):
-                thread = threading.Thread(target=self._pump, args=(source, sink, limit), daemon=True)
+                thread = threading.Thread(target=self._pump, args=(source, sink, limit, server), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, limit: int | None) -> None:
+    def _pay(self, count: int) -> None:
+        """Wait until `count` bytes more are within the rate."""
+        assert self.rate is not None
+        with self._paying:
+            self._due = max(self._due, time.monotonic()) + count / self.rate
+            left = self._due - time.monotonic()
+        # What a tenth of a second allows may go at once: the clock of sleep is no finer than that of the line.
+        time.sleep(max(left - 0.1, 0.0))
+
+    def _pump(self, source: socket.socket, sink: socket.socket, limit: int | None, server: socket.socket) -> None:
         passed = 0
         with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
+            while data := source.recv(1 << 18):
                 if limit is not None and passed + len(data) >= limit:
                     sink.sendall(data[: limit - passed])
                     break
+                if self.rate is not None and sink is not server:
+                    self._pay(len(data))
                 sink.sendall(data)
                 passed += len(data)
         self._end(source)

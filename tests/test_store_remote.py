@@ -166,6 +166,7 @@ def test_a_copy_that_the_disk_has_changed_is_fetched_anew(tmp_path: Path, redis_
     model, tokens, store = tiny("qwen3"), ids(29), machine(shared, tmp_path, "here")
     store.put(kvtool.capture(model, tokens), codec=LOSSY)
     want = logits(store, tokens)
+    store.objects.settle()
     copies = sorted((tmp_path / "here").rglob("*.kv"))
     assert len(copies) == 4
     for path in copies[:2]:
@@ -186,12 +187,15 @@ def test_copies_of_a_prompt_come_together(tmp_path: Path, redis_port: int, monke
     machine(shared, tmp_path, "one").put(kvtool.capture(model, tokens), codec=LOSSY)
     names = [entry.name for entry in shared.names() if entry.name.endswith(".kv")]
     copied = LocalCopy(shared, tmp_path / "two")
-    copied.fetch([*names, "chunks/gone"])
+    fetched = copied.fetching([*names, "chunks/gone"])
+    assert fetched is not None
+    copied.keep(fetched)
+    copied.settle()
     monkeypatch.setattr(shared, "read", lambda *_: pytest.fail("it is here"))
     assert all(copied.path(name) is not None for name in names) and copied.local.unfinished() == 0
     monkeypatch.undo()
     # Where they would push one another out, none is fetched before it is used.
     small = LocalCopy(shared, tmp_path / "three", quota=sum(shared.sizes(names)))
-    small.fetch(names)
+    assert small.fetching(names) is None
     assert not list(small.local.names())
     assert logits(Store(small, chunk=CHUNK), tokens)[0] == 59

@@ -32,10 +32,11 @@ class Folder:
 
     Args:
         path: the folder.
+        durable: whether objects have to survive a power cut; not of copies, which are checked whenever they are used.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.root = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.root, self._durable = Path(path), durable
         self.name_key: bytes | None = None
         self._objects = self.root / "objects"
         self._writing = self.root / "writing"
@@ -163,13 +164,15 @@ class Folder:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
                 raise
             raise OSError(error.errno, "this file system has no hard links, which a store's folder needs", str(self.root)) from None
-        with contextlib.suppress(FileNotFoundError):  # removed again already
-            _sync_folder(target.parent)
+        if self._durable:
+            with contextlib.suppress(FileNotFoundError):  # removed again already
+                _sync_folder(target.parent)
         return True
 
-    @staticmethod
-    def _fill(temp: Path, source: Path | bytes | None) -> None:
+    def _fill(self, temp: Path, source: Path | bytes | None) -> None:
         """The bytes of `source` (None: those that are there) in a file that has reached the disk."""
+        if source is None and not self._durable:
+            return
         fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC | (0 if source is None else os.O_CREAT | os.O_EXCL), 0o666)
         try:
             if isinstance(source, bytes):
@@ -178,7 +181,8 @@ class Folder:
                 with open(source, "rb", buffering=0) as file:
                     while block := file.read(_BLOCK):
                         _write_all(fd, block)
-            os.fsync(fd)
+            if self._durable:
+                os.fsync(fd)
         finally:
             os.close(fd)
 

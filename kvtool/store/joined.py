@@ -3,12 +3,13 @@
 import json
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from formats.container import Defect, Reader, TensorPlan, WriteReport, write_container
+from formats.container import Defect, Reader, TensorPlan, WriteReport, verifying_threads, write_container
 from formats.errors import ManifestError
 from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment, Tokens
 
@@ -26,6 +27,7 @@ class Joined(Reader):
 
     def __init__(self, parts: Sequence[Reader], model: ModelInfo, path: str) -> None:
         self.path, self._parts = path, list(parts)
+        self._threads: ThreadPoolExecutor | None = None
         self.failed: int | None = None  # the part whose bytes were wrong or could not be read
         self._places: dict[str, tuple[int, str]] = {}
         self._codecs, self._ropes = _Table(), _Table()
@@ -56,8 +58,17 @@ class Joined(Reader):
         return self
 
     def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
         for part in self._parts:
             part.close()
+
+    def verify_ahead(self, names: Sequence[str], threads: ThreadPoolExecutor | None = None) -> None:
+        if threads is None:
+            threads = self._threads = self._threads or verifying_threads()
+        for name in names:
+            at, own = self._places[name]
+            self._parts[at].verify_ahead([own], threads)
 
     def array(self, name: str, *, verify: bool = True) -> np.ndarray:
         at, own = self._places[name]

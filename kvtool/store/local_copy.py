@@ -7,24 +7,26 @@ disk."""
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from formats.container import open_container
 from formats.errors import IntegrityError, KVError
+from kvtool.store.arriving import Fetching
 from kvtool.store.folder import Folder
 from kvtool.store.objects import Entry, Missing, Objects
 from kvtool.store.scratch import Scratch
 
+logger = logging.getLogger(__name__)
+
 QUOTA = 16 << 30
 # One read of the back end: bounded, so that a timeout is about a stalled connection and not about a big object.
 _BLOCK = 16 << 20
-_AT_ONCE = 8  # objects
 _COUNT_EVERY = 5.0  # seconds
 
 
@@ -65,6 +67,8 @@ class LocalCopy:
         self.quota = quota
         self._check = check
         # Bytes left as this process knows it: others that share the folder are seen when it is counted anew.
+        self._doubtful: set[str] = set()  # not to be used before they are here whole
+        self._keeping: list[threading.Thread] = []
         self._room, self._counted = 0, -_COUNT_EVERY
         self._making_room = threading.Lock()
 
@@ -77,7 +81,7 @@ class LocalCopy:
         root = self._given or self._private.folder()
         if self._local is None or self._local.root != root:
             # A private one is made anew in a forked child, and after `close`.
-            self._local = Folder(root)
+            self._local = Folder(root, durable=False)
         return self._local
 
     @property
@@ -103,22 +107,47 @@ class LocalCopy:
         self.local.touch(name)
         return found
 
-    def fetch(self, names: Sequence[str]) -> None:
-        """Fetch several at once, those of them that are not here yet. What fails is left to `path`, which says why."""
-        missing = [name for name in names if self.local.path(name) is None]
-        # Copies that would push one another out are fetched one by one, each mapped before the next.
-        if len(missing) < 2 or 2 * sum(size or 0 for size in self.remote.sizes(missing)) > self.quota:
-            return
+    def fetching(self, names: Sequence[str]) -> Fetching | None:
+        """Begin to fetch several at once, those of them that are not here yet; `keep` makes copies of what has come. None where there is
+        nothing to fetch, or no room for all at once: then `path` fetches one after the other, and each is mapped before the next."""
+        missing = [name for name in names if self.local.path(name) is None and name not in self._doubtful]
+        sizes = {name: size for name, size in zip(missing, self.remote.sizes(missing), strict=True) if size}
+        if not sizes or 2 * sum(sizes.values()) > self.quota:
+            return None
+        self._make_room(sum(sizes.values()))
+        return Fetching(self.remote.read, sizes, lambda name: self.scratch / f"{secrets.token_hex(8)}.coming")
 
-        def one(name: str) -> None:
-            with contextlib.suppress(KVError, OSError):
-                self._fetch(name)
+    def keep(self, fetched: Fetching) -> None:
+        """Make copies of what has been fetched whole, once it is checked, in a thread of their own, which `settle` waits for."""
+        thread = threading.Thread(target=self._keep, args=(fetched,), name="kvtool-copies")
+        with self._making_room:
+            self._keeping = [one for one in self._keeping if one.is_alive()] + [thread]
+        thread.start()
 
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(one, missing))
+    def _keep(self, fetched: Fetching) -> None:
+        fetched.wait()
+        for name, file in fetched.files.items():
+            try:
+                if file.error is None:
+                    self._check(file.path)
+                    self.local.write(name, file.path)
+            except (KVError, OSError) as error:
+                logger.warning("no copy is kept of %s: %s", name, error)
+        self.discard(fetched)
+
+    def discard(self, fetched: Fetching) -> None:
+        """Give up what has been fetched, and what has not."""
+        fetched.stop()
+        for file in fetched.files.values():
+            file.close()
+            file.path.unlink(missing_ok=True)
 
     def forget(self, name: str) -> bool:
-        """Remove a copy that this machine's disk has changed since it was checked; False where it is sound, or there is none."""
+        """Take note that an object was found damaged; whether that may be this machine's affair. A copy that its disk has changed since it
+        was checked is removed. One that was used while it came is fetched once more, whole, before it is used."""
+        if name not in self._doubtful and self.local.path(name) is None:
+            self._doubtful.add(name)
+            return True
         found = self.local.path(name)
         if found is None:
             return False
@@ -217,7 +246,13 @@ class LocalCopy:
         self.local.sweep()
         return self.remote.sweep()
 
+    def settle(self) -> None:
+        """Until all copies that `keep` was to make are there."""
+        for thread in self._keeping:
+            thread.join()
+
     def close(self) -> None:
+        self.settle()
         if self._local is not None:
             self._local.close()
         self._private.close()

@@ -2,7 +2,8 @@
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from kvtool.archive import Archive, Restored
 from kvtool.calibrations import Shelf
 from kvtool.model import LoadedModel
 from kvtool.recoding import check_recode, recode
+from kvtool.store.arriving import Arriving, Coming
 from kvtool.store.described import Descriptions
 from kvtool.store.finding import Match
 from kvtool.store.joined import Joined
@@ -53,6 +55,8 @@ def alive(objects: Objects, known: Descriptions, match: Match, ids: Sequence[int
             restored = _restored(objects, known, match, whole, model, **how)
         except IncompatibleError as error:
             raise Lost(match.space.name, f"{match.space.codec} chunks do not fit: {error}") from error
+        except Missing as gone:
+            raise Lost(str(gone.args[0])) from None
         except (KVError, OSError) as error:
             if whole.failed is None:
                 raise Lost(match.space.name, f"{match.space.codec} chunks cannot be joined: {error}") from error
@@ -95,6 +99,8 @@ def write(
     with joined(objects, match, ids, model) as whole:
         try:
             _write(objects, known, match, whole, model, path)
+        except Missing as gone:
+            raise Lost(str(gone.args[0])) from None
         except (KVError, OSError) as error:
             if whole.failed is None:
                 raise
@@ -115,33 +121,46 @@ def _write(objects: Objects, known: Descriptions, match: Match, whole: Joined, m
         source.unlink(missing_ok=True)
 
 
-def joined(objects: Objects, match: Match, ids: Sequence[int], model: LoadedModel) -> Joined:
-    """The objects of a match as one reader, their headers read and compared with their names.
+@contextmanager
+def joined(objects: Objects, match: Match, ids: Sequence[int], model: LoadedModel) -> Iterator[Joined]:
+    """Context manager: the objects of a match as one reader, their headers read and compared with their names. What is elsewhere comes
+    while it is read; once the block has ended well, copies of it stay.
 
     Raises:
         Lost: as `alive`.
     """
-    parts: list[Reader] = []
-    if isinstance(objects, LocalCopy):
-        objects.fetch([node.name for node in match.nodes])
+    copies = objects if isinstance(objects, LocalCopy) else None
+    fetched = None if copies is None else copies.fetching([node.name for node in match.nodes])
     try:
-        for node in match.nodes:
-            try:
-                parts.append(opened(objects, node.name))
-                check_content(parts[-1], node, ids[node.start : node.stop], match.space)
-            except (Missing, FileNotFoundError):
-                raise Lost(node.name) from None
-            except (KVError, OSError) as error:
-                raise _lost(node, error) from error
-        who = replace(model.info, dtype=match.space.about["model"]["dtype"])
-        try:
-            return Joined(parts, who, f"{objects!r}: {match.id[:12]}")
-        except KVError as error:
-            raise Lost(match.space.name, f"{match.space.codec} chunks cannot be joined: {error}") from error
+        with ExitStack() as parts:
+            yield _joined(objects, match, ids, model, {} if fetched is None else fetched.files, parts)
     except BaseException:
-        for part in parts:
-            part.close()
+        if copies is not None and fetched is not None:
+            copies.discard(fetched)
         raise
+    if copies is not None and fetched is not None:
+        copies.keep(fetched)
+
+
+def _joined(
+    objects: Objects, match: Match, ids: Sequence[int], model: LoadedModel, coming: Mapping[str, Coming], stack: ExitStack
+) -> Joined:
+    parts: list[Reader] = []
+    for node in match.nodes:
+        try:
+            part = Arriving(coming[node.name]) if node.name in coming else opened(objects, node.name)
+            parts.append(stack.enter_context(part))
+            check_content(part, node, ids[node.start : node.stop], match.space)
+        except (Missing, FileNotFoundError):
+            raise Lost(node.name) from None
+        except (KVError, OSError) as error:
+            raise _lost(node, error) from error
+    who = replace(model.info, dtype=match.space.about["model"]["dtype"])
+    try:
+        whole = Joined(parts, who, f"{objects!r}: {match.id[:12]}")
+    except KVError as error:
+        raise Lost(match.space.name, f"{match.space.codec} chunks cannot be joined: {error}") from error
+    return stack.enter_context(whole)
 
 
 def opened(objects: Objects, name: str) -> Reader:
