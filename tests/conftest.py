@@ -52,6 +52,14 @@ def s3_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="session")
+def azure_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    if not store_servers.HAVE_AZURE:
+        pytest.skip("azurite-blob or the package obstore is not installed")
+    with store_servers.azure_server(tmp_path_factory.mktemp("azure")) as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
 def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     if not store_servers.HAVE_REDIS:
         pytest.skip("redis-server or the package redis is not installed")

@@ -1,9 +1,13 @@
 """Servers that tests of the store start themselves, and a proxy that misbehaves between a client and one of them.
 
-Redis comes from Debian (redis-server, or valkey-server), S3 is moto's server in a process of its own.
+Redis comes from Debian (redis-server, or valkey-server), S3 is moto's server in a process of its own, Azure's blobs are azurite's
+(`npm install -g azurite`). The emulators of Google Cloud Storage (gcp-storage-emulator, fake-gcs-server) know its JSON interface alone, and
+the client speaks the XML one.
 """
 
+import base64
 import contextlib
+import hmac
 import importlib.util
 import shutil
 import socket
@@ -13,15 +17,26 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from pathlib import Path
 
 REDIS = shutil.which("valkey-server") or shutil.which("redis-server")
 HAVE_REDIS = REDIS is not None and importlib.util.find_spec("redis") is not None
 HAVE_S3 = importlib.util.find_spec("obstore") is not None and importlib.util.find_spec("moto") is not None
+AZURITE = shutil.which("azurite-blob")
+HAVE_AZURE = AZURITE is not None and importlib.util.find_spec("obstore") is not None
 HAVE_ENCRYPTION = importlib.util.find_spec("cryptography") is not None
 
 S3_ENVIRONMENT = {"AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ALLOW_HTTP": "true"}
 BUCKET = "bucket"
+# The account that azurite has, whose key it publishes.
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+AZURE_ENVIRONMENT = {
+    "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
+    "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+    "AZURE_ALLOW_HTTP": "true",
+}
 _MOTO = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -72,6 +87,26 @@ def s3_server() -> Iterator[int]:
             with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")):
                 pass
             yield port
+
+
+@contextlib.contextmanager
+def azure_server(folder: Path) -> Iterator[int]:
+    """Context manager: port of a server of Azure's blobs with one empty container, all in memory."""
+    assert AZURITE is not None
+    port = free_port()
+    options = ["--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"]
+    command = [AZURITE, "--blobHost", "127.0.0.1", "--blobPort", str(port), *options]
+    with ended(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder)):
+        wait_for(lambda: listens(port), "azurite", 60)
+        date, version = formatdate(usegmt=True), "2021-08-06"
+        asked = f"x-ms-date:{date}\nx-ms-version:{version}\n/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{BUCKET}\nrestype:container"
+        signed = hmac.digest(base64.b64decode(AZURE_KEY), ("PUT" + "\n" * 12 + asked).encode(), "sha256")
+        authorization = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(signed).decode()}"
+        headers = {"x-ms-date": date, "x-ms-version": version, "Authorization": authorization, "Content-Type": ""}
+        url = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}/{BUCKET}?restype=container"
+        with urllib.request.urlopen(urllib.request.Request(url, b"", headers, method="PUT")):
+            pass
+        yield port
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The laws of `Objects`, of every back end: folder, S3, Redis, a Redis cluster, a service, encrypted ones, local copies."""
+"""The laws of `Objects`, of every back end: folder, S3, Azure, Redis, a Redis cluster, a service, encrypted ones, local copies."""
 
 import hashlib
 import os
@@ -18,7 +18,18 @@ from kvtool.store.served import Served
 from tests import store_servers
 
 KEY = bytes(range(32))
-BACK_ENDS = ("folder", "s3", "redis", "redis-cluster", "encrypted-folder", "encrypted-s3", "copied-redis", "served", "encrypted-served")
+BACK_ENDS = (
+    "folder",
+    "s3",
+    "azure",
+    "redis",
+    "redis-cluster",
+    "encrypted-folder",
+    "encrypted-s3",
+    "copied-redis",
+    "served",
+    "encrypted-served",
+)
 # Around the sizes at which parts and segments end.
 SIZES = (0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (8 << 20) + 1, 20_000_000)
 BAD_NAMES = (
@@ -68,6 +79,12 @@ def make(kind: str, fixture: Callable[[str], int], tmp_path: Path, monkeypatch: 
             monkeypatch.setenv(name, value)
         buckets = pytest.importorskip("kvtool.store.buckets")
         return buckets.Buckets(f"s3://{store_servers.BUCKET}/{own}")
+    if kind == "azure":
+        port = fixture("azure_port")
+        endpoint = ("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:{port}/{store_servers.AZURE_ACCOUNT}")
+        for name, value in (*store_servers.AZURE_ENVIRONMENT.items(), endpoint):
+            monkeypatch.setenv(name, value)
+        return pytest.importorskip("kvtool.store.buckets").Buckets(f"az://{store_servers.BUCKET}/{own}")
     valkey = pytest.importorskip("kvtool.store.valkey")
     port = fixture("cluster_port" if kind == "redis-cluster" else "redis_port")
     return valkey.Valkey(f"redis://127.0.0.1:{port}/0?prefix={own}&cluster={int(kind == 'redis-cluster')}")
@@ -238,3 +255,15 @@ def test_files_on_their_way_are_counted(objects: Objects) -> None:
     assert objects.unfinished() == (0 if type(objects).__name__ == "Served" else 5000)
     objects.write("there", source)
     assert objects.unfinished() == 0 and objects.size("there") == 5000
+
+
+def test_pages_in_order_of_names(objects: Objects) -> None:
+    names = ["p/a-b", "p/a.b", "p/a/c", "p/b", "p/b0/x", "q"]
+    for name in names:
+        objects.write(name, name.encode())
+    for prefix in ("", "p/", "p/a", "z"):
+        got: list[str] = []
+        while page := objects.page(prefix, got[-1] if got else "", 2):
+            assert len(page) <= 2 and all(entry.size == len(entry.name) for entry in page if not objects.name_key)
+            got += [entry.name for entry in page]
+        assert got == [name for name in names if name.startswith(prefix)]

@@ -33,6 +33,8 @@ from kvtool.version import __version__
 logger = logging.getLogger("kvtool.service")
 
 OPEN = ("/", "/health", "/openapi.json")  # what is answered without a token; bodies of such requests are never read
+FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via")  # what a proxy adds
+CLOSE = {"Connection": "close"}
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
 # The page runs its own script and talks to its own service, whatever a name of a model may hold.
 GUARDS = {
@@ -124,20 +126,22 @@ class Watched:
 
         figures.running.inc()
         try:
+            if self._state.tenants is None and any(name in FORWARDED for name, _ in scope["headers"]):
+                raise errors.Refused(403, "a proxy stands before a service without tokens", hint="give it --tenants FILE", headers=CLOSE)
             if scope["path"] in OPEN:
                 body: Receive | None = _nothing
             else:
                 scope["state"]["known"] = await run_in_threadpool(known, self._state, _authorization(scope))
                 body = receive if scope["method"] == "PUT" else await self._small(receive)
             if body is None:
-                refusal = errors.answer(413, f"more than {self._state.limits.json_bytes} bytes", headers={"Connection": "close"})
+                refusal = errors.answer(413, f"more than {self._state.limits.json_bytes} bytes", headers=CLOSE)
                 await refusal(scope, receive, sending)
             else:
                 await self._app(scope, body, sending)
         except errors.Refused as error:
             await error.answer()(scope, receive, sending)
         except Stalled as error:
-            await errors.answer(408, str(error), headers={"Connection": "close"})(scope, receive, sending)
+            await errors.answer(408, str(error), headers=CLOSE)(scope, receive, sending)
         except ClientDisconnect:
             pass  # nobody is there to be answered; the request is logged with status 0
         except BrokenOff as error:

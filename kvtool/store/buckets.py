@@ -7,6 +7,7 @@
     PREFIX/unfinished/<id>     big objects on their way
 
 Credentials, region and endpoint come from the environment (AWS_*, GOOGLE_*, AZURE_*) or the machine's role, never from the URL.
+`gs://` goes through the same client and has not met a server: the emulators at hand know another of its interfaces.
 
 A write is one PUT that the server refuses where the name is taken (If-None-Match: *). A file of more than 64 MiB goes up in parts to
 unfinished/<id> and is copied from there to its name, under the same condition. Either is the commit point; the size is compared after it.
