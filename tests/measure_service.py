@@ -7,7 +7,8 @@ restart   the first token of a prompt of 2048 tokens that a `kvtool lm-server --
 coming    until a prompt of about 100 MB in rvq-4 (SmolLM2's shapes, random rows) is ready to go on from, over loopback at 200 MB/s: fetched
           whole and then loaded, and built while it comes; from chunks of 256 and of 4096 tokens.
 timing    whether the time of a tenant's look-up of a prompt that it does not have tells that another tenant has it: pairs of look-ups in
-          random order, a sign test and a test of ranks over the pairs, and the same of two prompts that nobody has.
+          random order, a sign test and a test of ranks over the pairs; the same of two prompts that nobody has, and, to see that the test
+          finds what there is, of one whose first chunk the tenant has itself.
 """
 
 import http.client
@@ -237,7 +238,9 @@ def timing(folder: Path) -> None:
     model, rng = load_model("tiny-a"), np.random.default_rng(2)
     prompts = [[int(i) for i in rng.integers(0, 500, 256 * 8 + 1)] for _ in range(3)]
     snapshot = kvtool.capture(model, prompts[0])
-    for tenant, tokens in ((ana, prompts[0]), (bob, [int(i) for i in rng.integers(0, 500, 256 * 8)])):
+    own = [int(i) for i in rng.integers(0, 500, 256 * 8)]
+    prompts.append([*own[:256], *prompts[1][256:]])
+    for tenant, tokens in ((ana, prompts[0]), (bob, own)):
         store = Store(Partition(Folder(folder / "store"), tenant.folder, bytes.fromhex(tenant.salt)))
         store.put(snapshot if tenant is ana else kvtool.capture(model, tokens), codec="rvq-4", model=model)
     bodies = [json.dumps({"tokens": tokens}).encode() for tokens in prompts]
@@ -247,14 +250,13 @@ def timing(folder: Path) -> None:
         def asked(body: bytes) -> float:
             start = time.perf_counter()
             connection.request("POST", "/v1/lookup", body, {"Authorization": f"Bearer {token}", "Content-Type": "application/json"})
-            found = json.loads(connection.getresponse().read())
-            taken = time.perf_counter() - start
-            assert found == {"found": []}
-            return taken
+            connection.getresponse().read()
+            return time.perf_counter() - start
 
-        pairs: dict[str, list[tuple[float, float]]] = {"another tenant has one of the two": [], "nobody has either": []}
+        compared = {"another tenant has one of the two": (0, 1), "nobody has either": (2, 1), "the tenant has some of one": (3, 1)}
+        pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in compared}
         for i in range(PAIRS):
-            for name, (a, b) in zip(pairs, ((0, 1), (2, 1)), strict=True):
+            for name, (a, b) in compared.items():
                 first = asked(bodies[a]) if rng.random() < 0.5 else None
                 second = asked(bodies[b])
                 pairs[name].append((asked(bodies[a]) if first is None else first, second))
@@ -263,7 +265,7 @@ def timing(folder: Path) -> None:
     for name, both in pairs.items():
         a, b = np.array(both).T
         longer = int((a > b).sum())
-        sign = 2 * (1 - normal(abs(longer - len(a) / 2 + 0.0) / (len(a) / 4) ** 0.5))
+        sign = 2 * (1 - normal(abs(longer - len(a) / 2) / (len(a) / 4) ** 0.5))
         order = np.argsort(np.argsort(np.concatenate([a, b]))) + 1.0
         n = len(a)
         ranks = (order[:n].sum() - n * (2 * n + 1) / 2) / (n * n * (2 * n + 1) / 12) ** 0.5
