@@ -1,13 +1,14 @@
 """What an object's own header says of it, read without the rest of the object."""
 
-import json
 from typing import Any
 
 from formats.errors import KVError
-from formats.header import MAX_HEADER, parse_json
+from formats.header import parse_json
+from formats.strict_json import dumps, loads
 from kvtool.store.objects import Missing, Objects
 
-FIRST = 1 << 16
+FIRST, LONGEST = 1 << 16, 4 << 20  # bytes of a header: read at first, read at all
+MOST = 10_000  # characters of what is shown of an object
 
 
 def measured(objects: Objects, name: str) -> list[dict[str, Any]] | None:
@@ -15,10 +16,11 @@ def measured(objects: Objects, name: str) -> list[dict[str, Any]] | None:
     try:
         raw = objects.read(name, 0, FIRST)
         length = 8 + int.from_bytes(raw[:8], "little")
-        if len(raw) < 8 or length > MAX_HEADER:
+        if len(raw) < 8 or length > LONGEST:
             return None
         raw = raw[:length] if length <= len(raw) else objects.read(name, 0, length)
-        quality = json.loads(parse_json(raw)["__metadata__"]["kvtool"])["quality"]
+        quality = loads(parse_json(raw)["__metadata__"]["kvtool"], "manifest")["quality"]
     except (Missing, KVError, OSError, ValueError, KeyError, TypeError):
         return None
-    return [step for step in quality if isinstance(step, dict)] if isinstance(quality, list) else None
+    steps = [step for step in quality if isinstance(step, dict)] if isinstance(quality, list) else None
+    return None if steps is None or len(dumps(steps)) > MOST else steps

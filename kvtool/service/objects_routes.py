@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
 from kvtool.service.access import Its, Known, Reads, Writes
+from kvtool.service.accounts import HINT
 from kvtool.service.errors import Refused
 from kvtool.service.transfer import Pace, received, sent, span
 from kvtool.store.keys import node_of
@@ -178,6 +179,8 @@ async def put(
         raise Refused(413, f"{announced} bytes, at most {most} are taken", headers={"Connection": "close"})
     if await run_in_threadpool(objects.size, name) is not None:
         return JSONResponse({"made": False}, 200)
+    if name.startswith("spaces/") and len(await run_in_threadpool(objects.page, "spaces/", "", limits.spaces)) == limits.spaces:
+        raise Refused(507, f"{limits.spaces} spaces are there, and no more may be", hint=HINT, cause="quota")
     folder = await run_in_threadpool(lambda: objects.scratch)
     pace = Pace(limits.idle_seconds, limits.rate)
     async with state.reserved(tenant, name, announced) as room:

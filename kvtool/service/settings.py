@@ -15,6 +15,7 @@ class Limits:
         tokens: ids in one look-up.
         page: entries in one answer.
         objects: of one tenant, where there is a quota.
+        spaces: of one tenant: each is looked through by every look-up.
         idle_seconds: without a byte from, or room for a byte to, the other side.
         rate: bytes a second that a body must bring on the whole, once `idle_seconds` are over.
         head_seconds: from a connection, or the end of an answer, to the end of the next request's headers.
@@ -27,6 +28,7 @@ class Limits:
     tokens: int = 2_000_000
     page: int = 1000
     objects: int = 1_000_000
+    spaces: int = 1000
     idle_seconds: float = 60.0
     rate: float = 10_000.0
     head_seconds: float = 30.0

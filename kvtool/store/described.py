@@ -10,6 +10,7 @@ from mlx.utils import tree_reduce
 
 from formats.calibration import from_bytes, to_bytes
 from formats.errors import DigestError, FormatError, IncompatibleError, KVError
+from formats.strict_json import loads
 from formats.tables import digest_of
 from kvtool.calibrations import Calibration
 from kvtool.capturing import Snapshot
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST = 1 << 20
 LONGEST_TABLES = 1 << 30
+LONGEST_NAME, MOST = 200, 1 << 50  # of what somebody says of a model
 _SPACE = re.compile(r"spaces/[0-9a-f]{64}\.json")
 
 
@@ -62,9 +64,10 @@ class Descriptions:
         """What is known of a model, empty where nothing is."""
         if weights not in self._models:
             try:
-                about = json.loads(read_short(self.objects, f"models/{weights}.json"))
-                known = {"name": str(about["name"]), **{name: int(about[name] or 0) for name in ("parameters", "row")}}
-            except (Missing, KVError, OSError, ValueError, TypeError, KeyError, RecursionError):
+                about = loads(read_short(self.objects, f"models/{weights}.json").decode("utf-8", "replace"), "model")
+                counts = {name: min(max(int(about[name] or 0), 0), MOST) for name in ("parameters", "row")}
+                known = {"name": str(about["name"])[:LONGEST_NAME], **counts}
+            except (Missing, KVError, OSError, ValueError, TypeError, KeyError):
                 # It is of use to people, and to what goes first, and to nothing else.
                 return {}
             self._models[weights] = known

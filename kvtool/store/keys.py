@@ -34,6 +34,8 @@ from veloxquant_mlx.codecs import CodecPlan, parse_codec
 SCHEMA = 1
 CHUNK = 256
 SHORT = 16  # digits of a parent in a chunk's name: enough to tell what needs what, never to find a chunk by
+MAX_CHUNK = 1 << 16
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FIELDS = {"schema", "algorithm", "model", "layers", "codec", "calibration", "chunk"}
 _CHUNK_NAME = re.compile(r"chunks/[0-9a-f]{2}/([0-9a-f]{64})-([0-9a-f]{16})-([0-9]{1,10})-([0-9]{1,6})\.kv")
 _TAIL_NAME = re.compile(r"tails/[0-9a-f]{2}/([0-9a-f]{64})/([0-9]{1,10})-([0-9]{1,10})-([0-9]{1,6})-([0-9a-f]{32})\.kv")
@@ -77,7 +79,7 @@ class Space:
         """
         if model.weights is None or model.tokenizer is None:
             raise IncompatibleError(f"{model.name} has no known weights or tokenizer, so that nothing says which prompts are its own")
-        if type(chunk) is not int or not 1 <= chunk <= 1 << 16:
+        if type(chunk) is not int or not 1 <= chunk <= MAX_CHUNK:
             raise ValueError(f"[store] chunk must be 1 to 65536 tokens, but got {chunk!r}.")
         frames = {role: plan.frame or codec.default_frame(role) for role, codec in (("k", plan.k), ("v", plan.v))}  # type: ignore[arg-type]
         codec = {"k": plan.k.spec(), "v": plan.v.spec(), "sink": plan.sink, "frame": frames}
@@ -106,7 +108,36 @@ class Space:
         about = loads(data.decode("utf-8", "replace"), "space")
         if not isinstance(about, dict) or set(about) != _FIELDS or about["schema"] != SCHEMA:
             raise ManifestError(f"space {key[:12]} is of another schema than {SCHEMA}", hint="update kvtool")
-        return cls(data, about, secret)
+        space = cls(data, about, secret)
+        space._check()
+        return space
+
+    def _check(self) -> None:
+        """Raise ManifestError where a field cannot be: whoever can write to a store can write a space."""
+        model, codec, chunk = self.about["model"], self.about["codec"], self.about["chunk"]
+        digests = [self.about["layers"], self.about["calibration"] or "0" * 64]
+        if isinstance(model, dict):
+            digests += [model.get("weights"), model.get("tokenizer")]
+        sound = (
+            len(digests) == 4
+            and all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests)
+            and all(value is None or isinstance(value, str) for value in model.values())
+            and type(chunk) is int
+            and 1 <= chunk <= MAX_CHUNK
+            and isinstance(codec, dict)
+            and set(codec) == {"k", "v", "sink", "frame"}
+            and type(codec["sink"]) is int
+            and isinstance(codec["frame"], dict)
+            and {"k", "v"} == set(codec["frame"])
+        )
+        if not sound:
+            raise ManifestError(f"space {self.key[:12]} has fields that cannot be")
+        try:
+            _ = self.codec
+        except (ValueError, TypeError) as error:
+            raise ManifestError(
+                f"space {self.key[:12]} has a codec that this version does not know ({error})", hint="update kvtool"
+            ) from error
 
     @property
     def key(self) -> str:
