@@ -151,7 +151,7 @@ class Decoder:
         # Exact rows of a float32 cache may take 16 bits; nothing else is narrower or wider than the cache.
         if isinstance(codec, Raw) and dtypes["data"] != about.dtype and (dtypes["data"], about.dtype) != ("F16", "F32"):
             raise ManifestError(f"rows of a {about.dtype} cache are stored as {dtypes['data']}", path=self.reader.path)
-        self._rope(about, segment)
+        self.rope(about, segment)
         return dtypes
 
     def _pieces(self, name: str, role: str, segment: Segment, positions: Positions) -> Iterator[tuple[int, mx.array]]:
@@ -162,7 +162,7 @@ class Decoder:
         if self.reader.manifest.codecs[segment.codec].id == MLX_AFFINE:
             yield start, _triplet(self.reader, about, segment).dequantize().astype(dtype)
             return
-        codec, rope = self.codec(segment.codec), self._rope(about, segment)
+        codec, rope = self.codec(segment.codec), self.rope(about, segment)
         if isinstance(codec, Raw) and rope is None:
             shape = (about.heads, stop - start, about.dim)
             rows = codec.decode(read_parts(self.reader, segment, codec, shape), shape, dtype)
@@ -197,7 +197,7 @@ class Decoder:
             stays = mapped and array.nbytes >= LEAST_MAPPED
             parts[part] = Mapped(array, DTYPES[dtype], self.reader.path) if stays else to_mlx(array, dtype)
         mx.eval([part for part in parts.values() if isinstance(part, mx.array)])
-        rows = CodedRows(codec, parts, shape, FLOATS[about.dtype], self._rope(about, segment))
+        rows = CodedRows(codec, parts, shape, FLOATS[about.dtype], self.rope(about, segment))
         # Tables that no rows can be read with are found here, not in the middle of a generation.
         try:
             if shape[1] and not codec.needs and not codec.maps:
@@ -249,8 +249,12 @@ class Decoder:
     def _about(self, name: str, role: str) -> Role | None:
         return self._leaves[name].k if role == "k" else self._leaves[name].v
 
-    def _rope(self, about: Role, segment: Segment) -> RopeSpec | None:
-        """The rotation to apply to a segment's decoded rows, or None."""
+    def rope(self, about: Role, segment: Segment) -> RopeSpec | None:
+        """The rotation to apply to a segment's decoded rows, or None.
+
+        Raises:
+            ManifestError: rows are stored before a RoPE that the file does not have.
+        """
         if segment.frame != "pre":
             return None
         if about.rope is not None and about.rope not in self._ropes:

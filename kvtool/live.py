@@ -7,7 +7,7 @@ own cache of decoded rows, with the reason.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from veloxquant_mlx import native
 from veloxquant_mlx.caches import families
-from veloxquant_mlx.caches.blocks import Block, CodedRows
+from veloxquant_mlx.caches.blocks import Block, CodedRows, unfused
 from veloxquant_mlx.caches.coded import CodedKVCache, Growth
 from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec
 from veloxquant_mlx.codecs._base import RoleName
@@ -43,6 +43,7 @@ class Placement:
         grows: spec of the codecs that encode rows which join later, such as "k=tc-2,v=tc-2"; None keeps them exact.
         lossy: whether the file holds codes of the layer.
         sharable: whether its attention could read exact rows in blocks, which forks share.
+        unfused: why MLX's operations read the codes and not this GPU's kernel; empty where it does, and without a GPU.
     """
 
     codes: bool
@@ -50,6 +51,7 @@ class Placement:
     grows: str | None = None
     lossy: bool = True
     sharable: bool = False
+    unfused: str = ""
 
 
 def placements(decoder: Decoder, model: Any, probes: Sequence[CacheProbe]) -> list[Placement]:
@@ -88,7 +90,18 @@ def _placement(decoder: Decoder, info: CacheInfo, probe: CacheProbe, layer: fami
         return Placement(False, "it is stored exactly", lossy=False, sharable=info.cls in FULL)
     growing = growth(decoder, info, probe)
     grows = None if growing is None else f"k={growing.k.spec('k')},v={growing.v.spec('v')}"
-    return Placement(True, grows=grows)
+    return Placement(True, grows=grows, unfused="" if backend() == "cpu" else _unfused(decoder, info))
+
+
+def _unfused(decoder: Decoder, info: CacheInfo) -> str:
+    """Why a GPU's kernel does not read some of a layer's codes, or an empty text."""
+    k, v = info.k, info.v
+    assert k is not None and v is not None
+    reasons = (
+        unfused(decoder.codec(keys.codec), decoder.codec(values.codec), (k.dim, v.dim), decoder.rope(k, keys))
+        for keys, values in product(k.segments, v.segments)
+    )
+    return next((reason for reason in reasons if reason), "")
 
 
 def make_cache(model: LoadedModel, codec: str | CodecPlan, *, sink: int | None = None, recent: int | None = None) -> list[Any]:
@@ -227,7 +240,10 @@ def placement_notes(found: Sequence[Placement]) -> tuple[str, ...]:
     for placement in dict.fromkeys(found):
         where = ranges([i for i, other in enumerate(found) if other == placement])
         later = "" if placement.grows is None else f"; later rows join as {placement.grows}"
-        notes.append(f"layers {where} attend to codes{later}" if placement.codes else f"layers {where} are decoded: {placement.reason}")
+        way = f" by MLX's operations ({placement.unfused})" if placement.unfused else ""
+        notes.append(
+            f"layers {where} attend to codes{way}{later}" if placement.codes else f"layers {where} are decoded: {placement.reason}"
+        )
     return tuple(notes)
 
 

@@ -20,6 +20,7 @@ from kvtool.calibrating import tables_of
 from kvtool.calibrations import Calibration
 from kvtool.capturing import Snapshot
 from kvtool.encoding import Encoder
+from kvtool.live import placement_notes, placements
 from kvtool.model import LoadedModel
 from kvtool.moments import collect
 from tests.library import f64, ids, run, saved, tiny
@@ -29,6 +30,7 @@ from veloxquant_mlx.caches import families
 from veloxquant_mlx.caches.blocks import Block
 from veloxquant_mlx.caches.coded import CodedKVCache
 from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.metal._backend import forced
 
 TOKENS = 420
 # Sums of float32 in another order; logits of up to 20.
@@ -92,6 +94,28 @@ def test_every_codec_gives_the_logits_of_its_decoded_rows(spec: str, tiny_a: Loa
     assert held < sum(c.nbytes for c in rows.cache) * (0.75 if "raw" in spec else 0.65 if "carry" in spec else 0.45)
     assert_goes_on_alike(tiny_a, codes.cache, rows.cache, [5, 1, 1])
     assert_goes_on_alike(tiny_a, fork.cache, kvtool.load(path, tiny_a, decode=True, calibration=calibration).cache, [1, 9])
+
+
+UNFUSED = {
+    **dict.fromkeys(("rvq-4", "rabitq,frame=pre", "affine-4", "commvq-2:product", "vecinfer-2", "k=raw,v=rvq-3"), ""),
+    "tc-2": "there is no kernel for the codes of tc",
+    "qjl": "there is no kernel for the codes of qjl",
+}
+
+
+@pytest.mark.parametrize(("spec", "reason"), UNFUSED.items())
+def test_on_a_gpu_a_note_says_which_layers_have_no_kernel(
+    spec: str, reason: str, tiny_a: LoadedModel, file: Callable, calibration: Calibration
+) -> None:
+    path = file(spec)
+    with kvtool.open(path, calibration=calibration if spec == "tc-2" else None) as archive:
+        probes = archive.check(tiny_a)
+        here = placements(archive.decoder, tiny_a.model, probes)
+        with forced("cuda"):
+            there = placements(archive.decoder, tiny_a.model, probes)
+    assert {p.unfused for p in here} == {""} and {p.unfused for p in there} == {reason}
+    (note,) = placement_notes(there)
+    assert note.startswith(f"layers 0-3 attend to codes by MLX's operations ({reason});" if reason else "layers 0-3 attend to codes;")
 
 
 GROWS = {

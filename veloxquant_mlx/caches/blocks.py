@@ -12,7 +12,7 @@ a row in another codec's decoder falls on the query, and on the sum (`codecs._re
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -25,12 +25,14 @@ from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.metal._attend import merge_parts
 from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._coded_attend import MAX_DIM, MULTIPLE, coded_attend, takes_dim
 from veloxquant_mlx.native import attending, converting
 from veloxquant_mlx.native.mapped import Mapped
 from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, pages_of, rotate, undoing, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
 TILE_STEP = 64  # tokens of a tile are a multiple of it
+FUSED_ROWS = 32  # queries of a KV head that a GPU's kernel takes: it decodes a row for every four of them
 MERGED = 8  # blocks whose results are held beside each other
 
 
@@ -160,11 +162,14 @@ class Block:
     def attend_tiles(
         self, q: mx.array, seen: Visibility | BatchVisibility, column: int, tile: int, after: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """`attend` by MLX.
+        """`attend` by MLX: for few queries on a GPU by its kernel, where that reads the rows, else tile by tile.
 
         Args:
             after: computed before the first tile is read.
         """
+        found = self._fused(q, seen, column)
+        if found is not None:
+            return found
         keys, values = _Keys(self.k, q), self.v.reader
         heads, rows, _ = q.shape
         most, total = mx.full((heads, rows, 1), -math.inf), mx.zeros((heads, rows, 1))
@@ -210,6 +215,27 @@ class Block:
         if shared is not None:
             out = out + values.of_shared(shared / norm)
         return out, (most + mx.log(total))[..., 0]
+
+    def _fused(self, q: mx.array, seen: Visibility | BatchVisibility, column: int) -> tuple[mx.array, mx.array] | None:
+        """`attend` by the kernel of a GPU, or None where it is not the one to ask: a CPU, many queries, or codes that it does not read."""
+        if backend() == "cpu" or q.shape[1] > FUSED_ROWS or not self.count or self.unfused is not None:
+            return None
+        mask = seen.tile(column, column + self.count)
+        if mask is False:
+            return mx.zeros(q.shape), mx.full(q.shape[:2], -math.inf)
+        rope = self.k.rope
+        angles = None if rope is None else _angles(rope, self.first, self.stop)
+        q = q if rope is None else half_split(q, rope)
+        rows = (self.k_from, self.v_from, self.count)
+        mask = None if mask is True else mask if mask.dtype == mx.bool_ else mask.astype(mx.float32)
+        return coded_attend(q, self.k.reader.operand, self.v.reader.operand, rows, angles, mask)
+
+    @cached_property
+    def unfused(self) -> str | None:
+        """Why MLX's operations attend to these rows on a GPU, or None where its kernel does."""
+        if any(isinstance(part, Mapped) for coded in (self.k, self.v) for part in coded.parts.values()):
+            return "its parts are in a mapped file"
+        return unfused(self.k.codec, self.v.codec, (self.k.shape[2], self.v.shape[2]), self.k.rope)
 
     def _span(self, role: str, start: int, stop: int) -> tuple[int, int]:
         shift = self.k_from if role == "k" else self.v_from
@@ -291,6 +317,16 @@ def _decoded(reader: RowReader, tile: Tile) -> mx.array:
     return x + (reader.mean[:, None] if tile.centred is None else tile.centred[..., None] * reader.mean[:, None])
 
 
+def _angles(rope: RopeSpec, first: int, stop: int) -> mx.array:
+    """`cos_sin` of a whole block, which is joined from pages no more often than need be."""
+    return cos_sin(rope, first, stop) if first // PAGE == (stop - 1) // PAGE else _joined_angles(rope, first, stop)
+
+
+@lru_cache(maxsize=16)  # all layers have the same blocks
+def _joined_angles(rope: RopeSpec, first: int, stop: int) -> mx.array:
+    return cos_sin(rope, first, stop)
+
+
 def native_in_use(*dims: int) -> bool:
     """Whether attention to rows of these sizes is the native back end's now, where it can read them."""
     return native.available() and backend() == "cpu" and all(dim <= native.max_dim() for dim in dims)
@@ -302,6 +338,21 @@ def native_parts(blocks: Sequence[Block]) -> tuple[list[Any], list[Block]]:
         return [], list(blocks)
     parts = [block.part for block in blocks]
     return [part for part in parts if part is not None], [block for block, part in zip(blocks, parts, strict=True) if part is None]
+
+
+def unfused(k: Codec, v: Codec, dims: tuple[int, int], rope: RopeSpec | None) -> str | None:
+    """Why MLX's operations attend on a GPU, or None where its kernel does, for few queries.
+
+    Args:
+        dims: D of keys and of values.
+        rope: rotation that keys are stored before, or None.
+    """
+    dim = dims[0]
+    if dims[1] != dim or not takes_dim(dim):
+        return f"a kernel reads heads of multiples of {MULTIPLE} up to {MAX_DIM}, as large for keys as values, not {dim} and {dims[1]}"
+    if rope is not None and (rope.first, rope.dims) != (0, dim):
+        return f"a kernel turns whole rows by RoPE, and here it is on {rope.dims} of {dim} channels from {rope.first} on"
+    return k.unfused(dim, rope is not None) or v.unfused(dim, False)
 
 
 def tile_tokens(heads: int, dim: int) -> int:

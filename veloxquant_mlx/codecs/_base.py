@@ -199,6 +199,14 @@ class Codec(ABC):
             raise ValueError(f"[{self.id}] rows are decoded all at once; they cannot be read tile by tile.")
         return RowReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
+    def unfused(self, dim: int, rotated: bool) -> str | None:
+        """Why a GPU's kernel has no way to read rows of D = dim as they are stored, or None where it has (`RowReader.operand`).
+
+        Args:
+            rotated: whether RoPE has yet to turn the decoded rows.
+        """
+        return f"there is no kernel for the codes of {self.id}"
+
     def nbytes(self, shape: Shape, dtype: mx.Dtype) -> int:
         """Bytes of all parts, side information included, before any padding of the container.
 

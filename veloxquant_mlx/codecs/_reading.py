@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from veloxquant_mlx.codecs._rotation import matrix
+from veloxquant_mlx.metal._coded_attend import CodedOperand
 from veloxquant_mlx.native.mapped import Mapped
 
 
@@ -101,6 +102,11 @@ class RowReader:
     def stored_beside(self, keys: "RowReader") -> Any:
         """`stored` of values, whose codes may mean something only beside the keys of the same rows."""
         return self.stored
+
+    @property
+    def operand(self) -> CodedOperand | None:
+        """The rows as the kernel of a GPU reads them, or None where it has no way to (`Codec.unfused` says why)."""
+        return None
 
     def of_shared(self, sums: mx.array) -> mx.array:
         """What weighted sums of `shared` add to weighted sums of rows: (H, R, C) -> (H, R, D)."""

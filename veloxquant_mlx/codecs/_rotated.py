@@ -34,7 +34,9 @@ from veloxquant_mlx.allocators.codebooks import MAX_BITS, Codebook, boundaries
 from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, LARGEST, SMALLEST, Codec, Given, Layout, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
-from veloxquant_mlx.codecs._rotation import factors, rotate, unrotate
+from veloxquant_mlx.codecs._rotation import factors, matrix, rotate, unrotate
+from veloxquant_mlx.metal._checks import power_of_two
+from veloxquant_mlx.metal._coded_attend import CodedOperand
 from veloxquant_mlx.native import converting, encoding
 
 ScaleKind = Literal["norm", "ls", "unbiased"]
@@ -145,6 +147,11 @@ class RotatedCodec(Codec):
     def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         return _RotatedReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
+    def unfused(self, dim: int, rotated: bool) -> str | None:
+        if rotated and not power_of_two(dim):
+            return f"a kernel undoes rotations of powers of two before RoPE, and head_dim is {dim}"
+        return None
+
     def encode_measured(self, x: mx.array, undo: encoding.Undo | None) -> tuple[dict[str, mx.array], encoding.Loss] | None:
         if not encoding.takes(x):
             return None
@@ -245,6 +252,25 @@ class _RotatedReader(RowReader):
             rows.mean(native.packed(self.mean))
         rows.rotation(*(native.shared(x) for x in factors(dim, self.codec.seed)))
         return rows
+
+    @cached_property
+    def operand(self) -> CodedOperand:
+        dim, seed = self.shape[2], self.codec.seed
+        codes = [self.parts[part] for part in self.codec.code_parts]
+        bits = self.codec.bits if len(codes) == 2 else (*self.codec.bits, 0)
+        table = mx.array([point for codebook in self.codec.codebooks for point in codebook], mx.float32)
+        operand = CodedOperand(
+            "table",
+            self.shape,
+            (codes[0], codes[-1], self.parts["scale"].view(mx.uint16)),
+            (("BITS", bits[0]), ("BITS2", bits[1])),
+            staged=table,
+            mean=None if self.mean is None else self.turned(self.mean),
+            matrix=matrix(dim, seed),
+            signs=factors(dim, seed)[0] if power_of_two(dim) else None,
+        )
+        mx.eval(*operand.arrays, operand.staged, [] if operand.mean is None else operand.mean)
+        return operand
 
     def sides(self, start: int, stop: int) -> Tile:
         return self.tile(start, stop)  # lazy: nothing is looked up

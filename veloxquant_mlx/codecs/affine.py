@@ -51,6 +51,7 @@ from veloxquant_mlx.codecs._base import (
 )
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
+from veloxquant_mlx.metal._coded_attend import CodedOperand
 from veloxquant_mlx.native import converting, encoding
 
 Per = Literal["channel", "token"]
@@ -166,6 +167,9 @@ class Affine(Codec):
     def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         return _AffineReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
+    def unfused(self, dim: int, rotated: bool) -> str | None:
+        return None
+
     def _decode_block(self, parts: dict[str, mx.array], dim: int) -> mx.array:
         """Rows of whole groups (or to the end), float32."""
         x = lookup(parts["codes"], tuple(map(float, range(1 << self.bits))), dim)
@@ -221,6 +225,14 @@ class _AffineReader(RowReader):
         step, zero = (native.packed(self.parts[part]) for part in ("scale", "zero"))
         rows.affine(step, zero, codec.group, codec.per == "token")
         return rows
+
+    @cached_property
+    def operand(self) -> CodedOperand:
+        codec, sides = self.codec, (self.parts[part].view(mx.uint16) for part in ("scale", "zero"))
+        constants = (("BITS", codec.bits), ("GROUP", codec.group), ("TOKEN", codec.per == "token"))
+        operand = CodedOperand("affine", self.shape, (self.parts["codes"], *sides), constants)
+        mx.eval(*operand.arrays)
+        return operand
 
 
 def _default_per(role: RoleName) -> Per:

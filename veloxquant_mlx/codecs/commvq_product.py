@@ -36,6 +36,7 @@ with sink=0,recent=0 the KL on chat is .0765 and .3636. Every run of every head 
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
@@ -47,6 +48,7 @@ from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layou
 from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.codecs.commvq import check_rotary
 from veloxquant_mlx.codecs.rvq import Rvq
+from veloxquant_mlx.metal._coded_attend import CodedOperand
 from veloxquant_mlx.metal._comm_vq import comm_vq_decode_metal
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
 from veloxquant_mlx.native import converting
@@ -171,8 +173,11 @@ class CommVqProduct(Codec):
             mx.eval(out)
         return out
 
+    def unfused(self, dim: int, rotated: bool) -> str | None:
+        return None if self.dims is None or (self.first, self.dims) == (0, dim) else "words of partly rotary rows are put in order first"
+
     def row_reader(self, parts: Parts, shape: Shape) -> NativeReader:
-        return NativeReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
+        return _PlaceReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
     def native_rows(self, parts: Parts, shape: Shape) -> Any:
         """The rows as the native back end reads them."""
@@ -247,3 +252,11 @@ class CommVqProduct(Codec):
         if not self.takes(dim):
             last = self.first + (self.dims or 2)
             raise ValueError(f"[{self.id}] head_dim must be a multiple of {self.sub} and at least {last}, but got {dim}.")
+
+
+class _PlaceReader(NativeReader):
+    @cached_property
+    def operand(self) -> CodedOperand:
+        arrays = (self.parts["codes"], self.parts["words"])
+        mx.eval(*arrays)
+        return CodedOperand("places", self.shape, arrays, (("SUB", self.codec.sub), ("BITS", 8)))

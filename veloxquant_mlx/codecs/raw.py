@@ -12,6 +12,7 @@ import mlx.core as mx
 from veloxquant_mlx import native
 from veloxquant_mlx.codecs._base import FLOATS, Codec, Frame, Given, Layout, RoleName, Shape
 from veloxquant_mlx.codecs._reading import RowReader, Tile
+from veloxquant_mlx.metal._coded_attend import CodedOperand
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class Raw(Codec):
         stored = mx.bfloat16 if stored == mx.uint16 else stored
         return self._checked_parts(parts, self.layout(shape, stored if stored in FLOATS else dtype))["data"].astype(dtype)
 
+    def unfused(self, dim: int, rotated: bool) -> str | None:
+        return None
+
     def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         stored = parts["data"].dtype if "data" in parts else mx.float32
         return _RawReader(self, self._checked_parts(parts, self.layout(shape, mx.bfloat16 if stored == mx.uint16 else stored)), shape)
@@ -69,3 +73,8 @@ class _RawReader(RowReader):
         rows, data = native.stored(self.shape), self.parts["data"]
         rows.floats(native.shared(data), data.dtype == mx.bfloat16)
         return rows
+
+    @cached_property
+    def operand(self) -> CodedOperand:
+        data = self.parts["data"]
+        return CodedOperand("plain", self.shape, (data,), (("TYPE", data.dtype),))

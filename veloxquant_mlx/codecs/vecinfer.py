@@ -34,6 +34,7 @@ kept exact (`sink=4`). Keys are coded after RoPE, as the kernel reads them. Ever
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
@@ -44,6 +45,8 @@ from veloxquant_mlx.allocators.vecinfer import calibrate_smooth_factors, dequant
 from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, SMALLEST, Codec, Frame, Layout, Parts, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs._bits import pack, packed_bytes, unpack
 from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
+from veloxquant_mlx.metal._attend import hadamard_matrix
+from veloxquant_mlx.metal._coded_attend import CodedOperand
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
 from veloxquant_mlx.native import converting
 
@@ -162,8 +165,11 @@ class VecInfer(Codec):
             mx.eval(out)
         return out
 
+    def unfused(self, dim: int, rotated: bool) -> str | None:
+        return "keys smoothed before RoPE are turned in their tile" if rotated and self.smooth else None
+
     def row_reader(self, parts: Parts, shape: Shape) -> NativeReader:
-        return NativeReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
+        return _WordReader(self, self._checked_parts(parts, self.layout(shape, mx.float32)), shape)
 
     def native_rows(self, parts: Parts, shape: Shape) -> Any:
         """The rows as the native back end reads them."""
@@ -190,6 +196,18 @@ class VecInfer(Codec):
         if not self.takes(dim):
             wanted = "a power of two, at least" if self.smooth else "a multiple of"
             raise ValueError(f"[{self.id}] head_dim must be {wanted} {self.sub}, but got {dim}.")
+
+
+class _WordReader(NativeReader):
+    @cached_property
+    def operand(self) -> CodedOperand:
+        codec, dim = self.codec, self.shape[2]
+        words = self.parts["words"].astype(mx.float32).reshape(-1)
+        smooth = self.parts["smooth"].astype(mx.float32) if codec.smooth else None
+        matrix = hadamard_matrix(dim) if codec.smooth else None
+        constants = (("SUB", codec.sub), ("BITS", codec.bits))
+        mx.eval(words, self.parts["codes"], [] if smooth is None else smooth)
+        return CodedOperand("words", self.shape, (self.parts["codes"],), constants, staged=words, matrix=matrix, smooth=smooth)
 
 
 def _peaks(x: mx.array) -> mx.array:
