@@ -139,6 +139,14 @@ def test_many_idle_connections_hold_the_service_for_a_moment_only(port: int) -> 
         sock.close()
 
 
+def test_a_body_that_is_answered_early_ends_no_connection(port: int) -> None:
+    """Two objects of a name: the second is answered before its body has come, and the connection goes on."""
+    put = f"PUT /v1/objects/early HTTP/1.1\r\n{HEAD}Content-Length: 50000\r\n\r\n".encode()
+    last = f"DELETE /v1/objects/early HTTP/1.1\r\n{HEAD}Connection: close\r\n\r\n".encode()
+    body = bytes(50_000)
+    assert statuses(talk(port, put + body, put, body, put + body, last, pause=0.3)[0]) == [201, 200, 200, 204]
+
+
 # --- endless and ill-formed
 
 

@@ -24,8 +24,10 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
             super().connection_lost(error)
 
         def data_received(self, data: bytes) -> None:
+            in_body = self._in_body
             super().data_received(data)
-            if self._timer is not None and not self._in_body:
+            # What still came of a body that was answered early is no head.
+            if self._timer is not None and not in_body and not self._in_body:
                 self._head += len(data)
                 if self._head > limits.head_bytes:
                     self._refuse(431, f"headers of more than {limits.head_bytes} bytes")
