@@ -17,11 +17,18 @@ namespace {
 
 constexpr int BEYOND = 32;  // tokens behind a span that may be written to
 constexpr int POINTS = 16;  // entries of a row that are transformed in registers
+constexpr int ANGLES = 16;  // tokens whose turned angles lie together: whole vectors of every level
 
 template <int N>
 struct Number {
   static constexpr int value = N;
 };
+
+// f(Number<0>()) to f(Number<N - 1>()): a loop that is unrolled whatever a compiler thinks of its size, so that arrays stay in registers.
+template <int N, class F>
+inline __attribute__((always_inline)) void unrolled(F f) {
+  if constexpr (N > 0) unrolled<N - 1>(f), f(Number<N - 1>());
+}
 
 template <class F>
 void with_bits(int bits, F f) {
@@ -149,20 +156,25 @@ void sums_with(
     for (int t = 0; t < width; t += W)
       for (int j = 0; j < CB; j++) step(t, j, codes_at<BITS>({words.at + t, words.row}, (d + j < dim ? d + j : dim - 1) * BITS));
   }
-  float together[W];
-  // Beside `sums`, whose result has the lanes in the order of the accumulators.
-  store(together, KVTOOL_INSIDE::sums(sum));
-  for (int r = 0; r < RB; r++)
-    for (int j = 0; j < CB; j++) {
-      float* to = sums + r * row + d + j;
-      *to = *to * (fade ? fade[r] : 1) + (together[r * CB + j] + (extra ? extra[r] : 0));
-    }
+  // Beside `sums`, whose result has the lanes in the order of the accumulators. Vectors by hand: of conditions in a loop a compiler makes
+  // masked loads from nullptr, which cost hundreds of cycles each.
+  typedef float Row __attribute__((vector_size(4 * CB)));
+  Row together[RB];
+  const V all_of_it = KVTOOL_INSIDE::sums(sum);
+  memcpy(together, &all_of_it, sizeof together);
+  for (int r = 0; r < RB; r++) {
+    Row x;
+    memcpy(&x, sums + r * row + d, sizeof x);
+    x = x * fade[r] + (together[r] + extra[r]);
+    memcpy(sums + r * row + d, &x, sizeof x);
+  }
 }
 
 // `weights` of the first `group` entries, then, `step` further, of the next; `extra` of each group and query, or none; no fade is 1.
 void sums_with_codes(
     const Stage& stage, Turned words, int dim, Matrix weights, int rows, int group, int64_t step, const float* extra, int width,
     const float* fade, float* sums, int64_t row, Ahead& ahead) {
+  static const float once[4] = {1, 1, 1, 1}, none[4] = {};
   with_bits(stage.bits, [&](auto bits) {
     constexpr int BITS = decltype(bits)::value;
     const Lookup<BITS> lookup(stage.table);
@@ -171,7 +183,7 @@ void sums_with_codes(
       for (int d = 0; d < dim; d += W / RB) {
         const int g = d / group;
         const Matrix own{weights.at + g * step + r * weights.row, weights.row};
-        const float *faded = fade ? fade + r : nullptr, *more = extra ? extra + g * rows + r : nullptr;
+        const float *faded = fade ? fade + r : once, *more = extra ? extra + g * rows + r : none;
         sums_with<BITS, RB>(lookup, words, d, dim, own, width, faded, more, sums + r * row, row);
         ahead.next();
       }
@@ -222,54 +234,19 @@ void first_stages(const Rows& rows, const Turned* words, int t, float* x) {
   }
 }
 
-// Rows of W tokens of keys, their rotation, and their scores with RB queries, all in registers; the pairs are the halves of a row.
-struct Asked {
-  const float* cos;  // turned, of these tokens
-  int64_t angle_row;
-  const float* q;
-  int64_t q_row;
-  float* scores;
-  int64_t score_row;
-};
-
-// The rotated entries d and d + half, times the queries, to two sets of sums.
-template <int RB>
-inline void ask_pair(const Asked& to, int d, int half, V a, V b, V* even, V* odd) {
-  const V c = load(to.cos + d * to.angle_row), s = load(to.cos + (half + d) * to.angle_row);
-  const V u = a * c - b * s, v = a * s + b * c;
-  const float* q = to.q + d;
-  for (int r = 0; r < RB; r++) even[r] += u * q[r * to.q_row], odd[r] += v * q[r * to.q_row + half];
-}
-
-// The other stages, of N = D / POINTS, and what makes rows of points: y[d][TILE], or scores of RB queries.
-template <int N, int RB>
-void last_stages(const Rows& rows, int head, const float* x, V scale, V centred, float* y, const Asked& to) {
+// The other stages, of N = D / POINTS, and what makes rows of points: y[d][TILE].
+template <int N>
+void last_stages(const Rows& rows, int head, const float* x, V scale, V centred, float* y) {
   alignas(64) static const float none[MAX_DIM] = {};
   const float *mean = rows.mean ? rows.mean + int64_t(head) * rows.dim : none, *signs = rows.signs;
-  V even[RB ? RB : 1], odd[RB ? RB : 1];
-  for (V& sum : even) sum = V{};
-  for (V& sum : odd) sum = V{};
   for (int i = 0; i < POINTS; i++) {
     V v[N];
     for (int j = 0; j < N; j++) v[j] = load(x + (i + POINTS * j) * W);
     combine<N>(v);
-    for (int j = 0; j < N; j++) v[j] = v[j] * (scale * signs[i + POINTS * j]) + centred * mean[i + POINTS * j];
-    if constexpr (RB == 0)
-      for (int j = 0; j < N; j++) store(y + (i + POINTS * j) * TILE, v[j]);
-    else
-      for (int j = 0; j < N / 2; j++) ask_pair<RB>(to, i + POINTS * j, POINTS * N / 2, v[j], v[j + N / 2], even, odd);
-  }
-  for (int r = 0; r < RB; r++) store(to.scores + r * to.score_row, even[r] + odd[r]);
-}
-
-template <int RB>
-void last_stages_of(const Rows& rows, int head, const float* x, V scale, V centred, float* y, const Asked& to) {
-  switch (rows.dim / POINTS) {
-    case 1: return last_stages<1, 0>(rows, head, x, scale, centred, y, to);
-    case 2: return last_stages<2, RB>(rows, head, x, scale, centred, y, to);
-    case 4: return last_stages<4, RB>(rows, head, x, scale, centred, y, to);
-    case 8: return last_stages<8, RB>(rows, head, x, scale, centred, y, to);
-    default: return last_stages<16, RB>(rows, head, x, scale, centred, y, to);
+    for (int j = 0; j < N; j++) {
+      const int d = i + POINTS * j;
+      store(y + d * TILE, v[j] * (scale * signs[d]) + centred * mean[d]);
+    }
   }
 }
 
@@ -287,21 +264,26 @@ void scales_of(const Rows& rows, int head, int from, int count, float* scale, fl
   for (; t < padded(count); t++) scale[t] = centred[t] = 0;
 }
 
-// W rows of a codec that rotates, to y[d][TILE], or, with RB, to scores.
-template <int RB>
-void rotated_rows(
-    const Rows& rows, int head, const Turned* words, int t, const float* scale, const float* centred, float* y, const Asked& to) {
+// W rows of a codec that rotates, to y[d][TILE].
+void rotated_rows(const Rows& rows, int head, const Turned* words, int t, const float* scale, const float* centred, float* y) {
   alignas(64) float x[256 * W];
   const float norm = 1 / __builtin_sqrtf(float(rows.dim));
   with_bits(rows.stage[0].bits, [&](auto bits) { first_stages<decltype(bits)::value>(rows, words, t, x); });
-  last_stages_of<RB>(rows, head, x, load(scale + t) * norm, load(centred + t), y, to);
+  const V size = load(scale + t) * norm, with = load(centred + t);
+  switch (rows.dim / POINTS) {
+    case 1: return last_stages<1>(rows, head, x, size, with, y);
+    case 2: return last_stages<2>(rows, head, x, size, with, y);
+    case 4: return last_stages<4>(rows, head, x, size, with, y);
+    case 8: return last_stages<8>(rows, head, x, size, with, y);
+    default: return last_stages<16>(rows, head, x, size, with, y);
+  }
 }
 
 // Rows of one tile, entry by entry, from turned words: y[d][TILE].
 void tile_rows(
     const Rows& rows, int head, const Turned* words, int from, int t, int count, const float* scale, const float* centred, float* y) {
   if (rows.signs) {
-    for (int i = 0; i < count; i += W) rotated_rows<0>(rows, head, words, t + i, scale, centred, y + i, {});
+    for (int i = 0; i < count; i += W) rotated_rows(rows, head, words, t + i, scale, centred, y + i);
     return;
   }
   tile_points(rows, words, t, y);
@@ -341,16 +323,25 @@ void tile_rows(
   }
 }
 
-// Rotate the pairs of entries of a tile by turned angles of its tokens.
-void rope_entries(const Problem& p, Turned angles, int t, float* y) {
-  const float* table = reinterpret_cast<const float*>(angles.at) + t;
-  for (int j = 0; j < p.half; j++) {
-    float *a = y + (p.rope_first + j) * TILE, *b = a + p.half * TILE;
-    const float *cos = table + j * angles.row, *sin = cos + p.half * angles.row;
-    for (int i = 0; i < TILE; i += W) {
-      V u = load(a + i), v = load(b + i), c = load(cos + i), s = load(sin + i);
-      store(a + i, u * c - v * s);
-      store(b + i, u * s + v * c);
+// The cosines and sines of tokens, turned: [tokens / ANGLES][2 half][ANGLES].
+void turn_angles(const Problem& p, int token, int count, float* out) {
+  const int row = 2 * p.half, bytes = row * 4;
+  const auto bytes_of = [&](int64_t at) { return reinterpret_cast<const uint8_t*>(p.angles + at * row); };
+  for (int t = 0; t < count; t += ANGLES, out += row * ANGLES) {
+    const int some = count - t < ANGLES ? count - t : ANGLES;
+    turn_rows(bytes_of(token + t), bytes_of(p.count), bytes, bytes, some, reinterpret_cast<uint32_t*>(out), ANGLES);
+  }
+}
+
+// Rotate the pairs of entries of a tile, TILE tokens from t on, by turned angles of its span.
+void rope_entries(const Problem& p, const float* angles, int t, float* y) {
+  const int sines = p.half * ANGLES;
+  for (int i = 0; i < TILE; i += W) {
+    const float* cos = angles + (t + i) / ANGLES * 2 * sines + i % ANGLES;
+    for (int j = 0; j < p.half; j++) {
+      float *a = y + (p.rope_first + j) * TILE + i, *b = a + p.half * TILE;
+      const V u = load(a), v = load(b), c = load(cos + j * ANGLES), s = load(cos + j * ANGLES + sines);
+      store(a, u * c - v * s), store(b, u * s + v * c);
     }
   }
 }

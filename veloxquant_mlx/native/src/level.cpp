@@ -5,6 +5,7 @@
 //     out[r]  = R^T sum_t e^(s - m) scale[t] points[t] / l + mean sum_t e^(s - m) centred[t] / l
 //
 // Spans of tokens are decoded once for all queries of the head.
+#include "before_rope.hpp"
 #include "columns.hpp"
 #include "decode.hpp"
 #include "problem.hpp"
@@ -48,6 +49,7 @@ void prepare(const Problem& p, int head) {
       if (p.angles && p.paired)
         for (int i = 0; i < p.half; i++)
           to[p.rope_first + i] = q[p.rope_first + 2 * i], to[p.rope_first + p.half + i] = q[p.rope_first + 2 * i + 1];
+      if (keys.signs && in_registers(p)) fold_query(keys, to);
       if (!p.angles && keys.mean)
         for (int i = 0; i < keys.dim; i++) by_mean += q[i] * keys.mean[int64_t(head) * keys.dim + i];
       if (!p.angles && keys.signs) {
@@ -127,23 +129,12 @@ void score_codes(const Problem& p, Span& span, const Turned* words, float* scrat
 
 // scores[r][t] of codes that must be rebuilt, a tile of tokens at a time.
 void score_tiles(
-    const Problem& p, Span& span, const Turned* words, Turned angles, const float* scale, const float* centred, float* scores) {
+    const Problem& p, Span& span, const Turned* words, const float* angles, const float* scale, const float* centred, float* scores) {
   alignas(64) float y[TILE * MAX_DIM];
   alignas(64) const float none[TILE] = {};
   const int R = p.padded_rows, from = p.k_from + span.token;
   const float* q = p.turned + int64_t(span.head) * R * p.dim;
   const float zero[4] = {};
-  const bool whole = p.angles && p.rope_first == 0 && 2 * p.half == p.keys.dim && p.keys.dim > POINTS;
-  if (whole && p.keys.signs && R <= 4) {
-    with_rows(R, [&](auto block, int) {
-      for (int t = 0; t < span.count; t += W) {
-        const Asked to{reinterpret_cast<const float*>(angles.at) + t, angles.row, q, p.dim, scores + t, span.row};
-        rotated_rows<decltype(block)::value>(p.keys, span.head, words, t, scale, centred, nullptr, to);
-        span.ahead.next();
-      }
-    });
-    return;
-  }
   for (int t = 0; t < span.count; t += TILE) {
     tile_rows(p.keys, span.head, words, from, t, span.count - t < TILE ? span.count - t : TILE, scale, centred, y);
     if (p.angles) rope_entries(p, angles, t, y);
@@ -168,7 +159,7 @@ void score_rows(const Problem& p, Span& span, float* scores) {
   }
 }
 
-void score(const Problem& p, Span& span, Turned angles, float* scratch, float* scores) {
+void score(const Problem& p, Span& span, const float* angles, float* scratch, float* scores) {
   const Rows& keys = p.keys;
   const int from = p.k_from + span.token, width = padded(span.count);
   float *scale = scratch, *centred = scale + span.wide, *rest = centred + span.wide;
@@ -179,7 +170,13 @@ void score(const Problem& p, Span& span, Turned angles, float* scratch, float* s
       words[s] = turned(keys.stage[s], span.head, keys.dim, from, span.count, reinterpret_cast<uint32_t*>(rest), span.wide);
       rest += words_of(keys.stage[s], keys.dim) * span.wide;
     }
-    if (p.angles || (keys.step && keys.by_token))
+    if (in_registers(p))
+      with_rows(p.padded_rows, [&](auto block, int) {
+        const float* q = p.turned + int64_t(span.head) * p.padded_rows * p.dim;
+        const Asked to{angles, p.half, q, p.dim, scores, span.row};
+        score_before_rope<decltype(block)::value>(keys, span.head, from, span.count, words, scale, centred, to, span.ahead);
+      });
+    else if (p.angles || (keys.step && keys.by_token))
       score_tiles(p, span, words, angles, scale, centred, scores);
     else
       score_codes(p, span, words, rest, scores);
@@ -287,10 +284,11 @@ void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
   for (span.token = begin; span.token < end; span.token += p.span) {
     if (span.token + p.span <= lowest || span.token >= highest) continue;
     span.count = end - span.token < p.span ? end - span.token : p.span;
-    const int width = padded(span.count), bytes = 8 * p.half;
+    const int width = padded(span.count);
     if (rebuilt) {
-      auto bytes_of = [&](int64_t token) { return reinterpret_cast<const uint8_t*>(p.angles + token * 2 * p.half); };
-      turn_rows(bytes_of(span.token), bytes_of(p.count), bytes, bytes, span.count, reinterpret_cast<uint32_t*>(turns), span.wide);
+      turn_angles(p, span.token, span.count, turns);
+      if (in_registers(p))
+        for (int t = 0; t < span.count; t += ANGLES) fold(p, turns + t * 2 * p.half);
     }
     for (span.head = first; span.head < last; span.head++) {
       const int head = span.head;
@@ -298,7 +296,7 @@ void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
       float* most = p.states + (int64_t(head) * p.chunks + chunk) * 3 * R;
       float *total = most + R, *with_mean = most + 2 * R, *scale = rest, *centred = scale + span.wide;
       span.ahead = ahead_of(values, head, p.v_from + span.token, span.count, span.count / 64 + 1);
-      score(p, span, {reinterpret_cast<uint32_t*>(turns), span.wide}, rest, weights);
+      score(p, span, turns, rest, weights);
       if (values.scale) scales_of(values, head, p.v_from + span.token, span.count, scale, centred);
       for (int r = 0; r < R; r++) {
         float* w = weights + r * span.row;

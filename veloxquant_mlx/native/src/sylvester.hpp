@@ -7,12 +7,12 @@ namespace KVTOOL_INSIDE {
 namespace {
 
 // Sylvester's matrix of size N times N vectors. A template for each step, for a loop of loops would not stay in registers.
-template <int N, int STEP = 1>
-inline __attribute__((always_inline)) void combine(V* v) {
+template <int N, int STEP = 1, class T>
+inline __attribute__((always_inline)) void combine(T* v) {
   if constexpr (STEP < N) {
     for (int i = 0; i < N; i++)
       if (!(i & STEP)) {
-        V a = v[i], b = v[i + STEP];
+        T a = v[i], b = v[i + STEP];
         v[i] = a + b, v[i + STEP] = a - b;
       }
     combine<N, 2 * STEP>(v);
