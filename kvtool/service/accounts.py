@@ -8,9 +8,10 @@ from starlette.concurrency import run_in_threadpool
 
 from kvtool.service.errors import Refused
 from kvtool.service.partition import Partition
-from kvtool.store.room import FRESH
+from kvtool.store.room import AGAIN, FRESH
 from kvtool.store.store import Store
 
+SPARE = 100  # this share of a quota is freed at once
 HINT = "remove or unpin something, or ask for a larger quota"
 
 
@@ -46,22 +47,31 @@ class Account:
         async with self._making_room:
             if time.monotonic() - self._counted > FRESH:
                 await self._count()
-            over = self._bytes + self._reserved + size - self.quota
-            if over > 0:
-                await self._count()
-                over = self._bytes + self._reserved + size - self.quota
-            if over > 0:
-                before = self._store.room.evicted
-                freed = await run_in_threadpool(self._store.room.free, over, name)
-                self._evicted(self._store.room.evicted - before)
-                self._bytes -= freed
-                over -= freed
+            over = self._over(size)
+            for _ in range(AGAIN):
+                if over > 0:
+                    await self._count()
+                    over = self._over(size)
+                if over > 0:
+                    over -= await self._free(over, name)
             if over > 0:
                 there = f"{self._bytes} bytes are there and may not go, {self._reserved} are on their way"
                 raise Refused(507, f"no room for {size} bytes in a quota of {self.quota}: {there}", hint=HINT, cause="quota")
             if self._objects >= self.most:
                 raise Refused(507, f"{self._objects} objects are there, and no more than {self.most} may be", hint=HINT, cause="quota")
             self._reserved += size
+
+    def _over(self, size: int) -> int:
+        """Bytes that lack for `size` more."""
+        return self._bytes + self._reserved + size - self.quota
+
+    async def _free(self, need: int, name: str) -> int:
+        """Let the least worth go, and a little more at once, so that not every object asks for a listing; the bytes freed."""
+        before = self._store.room.evicted
+        freed = await run_in_threadpool(self._store.room.free, need, name, spare=self.quota // SPARE)
+        self._evicted(self._store.room.evicted - before)
+        self._bytes -= freed
+        return freed
 
     def release(self, size: int) -> None:
         """Give back room that was set aside."""

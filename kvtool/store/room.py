@@ -16,6 +16,7 @@ from kvtool.store.objects import Objects, StoreFullError
 logger = logging.getLogger(__name__)
 
 FRESH = 1.0  # seconds that a listing counts as what is there, with what this process wrote since
+AGAIN = 3  # counts before an object is refused: another process may be quicker to remove what was to go
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -82,12 +83,14 @@ class Room:
         if size > self.quota:
             raise StoreFullError(f"{name} takes {size} bytes, more than the quota of {self.quota} alone", hint="give a larger quota")
         if time.monotonic() - self._listed > FRESH or self._bytes + size > self.quota:
-            over = self.count() + self.objects.unfinished() - self.quota
-            if over > 0 and self.free(over, name, keep) < over:
-                raise StoreFullError(
-                    f"no room for {size} bytes in a quota of {self.quota}: what is left is pinned, or belongs to this prompt",
-                    hint="unpin or remove something, or give a larger quota",
-                )
+            for _ in range(AGAIN):
+                over = self.count() + self.objects.unfinished() - self.quota
+                if over <= 0 or self.free(over, name, keep) >= over:
+                    return
+            raise StoreFullError(
+                f"no room for {size} bytes in a quota of {self.quota}: what is left is pinned, or belongs to this prompt",
+                hint="unpin or remove something, or give a larger quota",
+            )
 
     def count(self) -> int:
         """Bytes of all objects, as a new listing gives them."""
@@ -103,20 +106,22 @@ class Room:
         freed = self.objects.sweep()
         return freed + self._evict(Catalogue(self.objects.names()), over - freed)
 
-    def free(self, need: int, name: str, keep: frozenset[str] = frozenset()) -> int:
+    def free(self, need: int, name: str, keep: frozenset[str] = frozenset(), spare: int = 0) -> int:
         """Free `need` bytes for an object, the least worth first; where all that may go is not enough, nothing goes. The bytes freed.
 
         Args:
             need: bytes.
             name: of the object that is coming; what it follows stays.
             keep: names of objects that stay.
+            spare: bytes that may go beyond these.
         """
         freed = self.objects.sweep()
         if freed >= need:
             return freed
         catalogue, node = Catalogue(self.objects.names()), node_of(name)
         before = None if node is None else catalogue.before(node)
-        return freed + self._evict(catalogue, need - freed, keep if before is None else keep | {before.node.name}, enough=True)
+        keep = keep if before is None else keep | {before.node.name}
+        return freed + self._evict(catalogue, need + spare - freed, keep, enough=need - freed)
 
     def free_some(self, keep: frozenset[str] = frozenset()) -> int:
         """Free what writers that died left, or else a sixteenth of all objects; the bytes freed."""
@@ -124,8 +129,8 @@ class Room:
         catalogue = Catalogue(self.objects.names())
         return freed + self._evict(catalogue, max(catalogue.bytes // 16, 1) - freed, keep)
 
-    def _evict(self, catalogue: Catalogue, need: int, keep: frozenset[str] = frozenset(), *, enough: bool = False) -> int:
-        """Remove objects, the least worth first, until `need` bytes are free; with `enough` none where all are not enough."""
+    def _evict(self, catalogue: Catalogue, need: int, keep: frozenset[str] = frozenset(), *, enough: int = 0) -> int:
+        """Remove objects, the least worth first, until `need` bytes are free; none where all of them are less than `enough`."""
         chosen: list[tuple[str, int]] = []
         total = 0
         for name, size in self._going(catalogue, keep) if need > 0 else ():
@@ -133,7 +138,7 @@ class Room:
             total += size
             if total >= need:
                 break
-        if enough and total < need:
+        if total < enough:
             return 0
         self._listed = -FRESH
         freed = 0
