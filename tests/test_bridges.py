@@ -207,7 +207,9 @@ def test_files_by_command(tmp_path: Path, tiny_b: LoadedModel, capsys: pytest.Ca
     kvtool.save(computed("tiny-a"), tmp_path / "a.kv", codec="rvq-4")
     how = ["--map", str(tmp_path / "ab.map"), "--recompute", "first=4,newest=10%"]
     assert run(["recode", str(tmp_path / "a.kv"), "-o", str(tmp_path / "b.kv"), "--to-model", "tiny-b", *how, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["codec"] == "rvq-4,sink=4,recent=32"  # that of the file
+    report = json.loads(capsys.readouterr().out)
+    assert report["codec"] == "rvq-4,sink=4,recent=32"  # that of the file
+    assert "4 first tokens recomputed" in report["notes"][0] and "% of a prefill" in report["notes"][0]
     with kvtool.open(tmp_path / "b.kv") as archive:
         assert [step["step"] for step in archive.manifest.quality] == ["encode", "transfer", "encode"]
         assert archive.manifest.model.weights == tiny_b.info.weights

@@ -140,7 +140,7 @@ def recode_across(
         details=details,
         progress=progress,
     )
-    return replace(report, notes=(*report.notes, *remarks))
+    return replace(report, notes=(snapshot.history[-1]["note"], *report.notes, *remarks))
 
 
 def _takes_calibration(codec: str | CodecPlan) -> bool:
