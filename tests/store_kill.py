@@ -36,7 +36,7 @@ CHUNK = 16
 CODEC = "rvq-4,sink=2,recent=3"
 FAMILIES, MEMBERS = 6, 4
 WRITERS, READERS = 4, 4
-CALLS = ("open", "write", "fsync", "link", "mkdir", "unlink", "close", "utime", "replace", "scandir", "ftruncate", "stat")
+CALLS = ("open", "write", "fsync", "link", "mkdir", "unlink", "close", "utime", "replace", "scandir", "ftruncate", "stat", "lstat", "rmdir")
 QUOTA = 400_000
 WRONG = 1e-3  # squared error over energy beyond which rows are others: of other rows it is about 1, of another order of sums 1e-5 at most
 

@@ -438,6 +438,22 @@ def test_a_server_of_another_kind_is_said_to_be_one(monkeypatch: pytest.MonkeyPa
         for ask in (lambda: served.name_key, lambda: list(served.names()), lambda: served.sizes(["a"])):
             with pytest.raises(OSError, match="is it a kvtool serve"):
                 ask()
+    for data in (
+        b'{"objects": [{"name": "a"}], "next": null}',
+        b'{"objects": [{"name": "a", "size": "x", "used": 1}], "next": null}',
+        b'{"objects": [{"name": "a", "size": 1e999, "used": 1}], "next": null}',
+        b'{"objects": 7, "next": null}',
+        b'{"objects": [], "next": ""}',
+        b'{"objects": [], "next": 3}',
+        b'{"sizes": 3}',
+        b'{"sizes": []}',
+        b'{"sizes": ["1"]}',
+        b'{"sizes": [true]}',
+    ):
+        answer.data = data
+        for ask in (lambda: list(served.names()), lambda: served.sizes(["a"]), lambda: served.page("", "", 5)):
+            with pytest.raises(OSError, match="is it a kvtool serve"):
+                ask()
     answer.data = b"0123456789"  # a proxy that gives all where a range was asked for
     assert served.read("a", 2, 3) == b"234"
 

@@ -1,5 +1,7 @@
 """Prompts that are elsewhere are built while they come: what is there is used, the rest is waited for, what goes wrong leaves nothing."""
 
+import os
+import resource
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -100,7 +102,6 @@ def test_a_tensor_is_had_before_the_rest_has_come(remote: Elsewhere, tmp_path: P
     waiting.join(20)
     assert not waiting.is_alive() and not part.verify() and asked == sorted(asked)
     fetched.stop()
-    fetched.close()
 
 
 def test_the_beginnings_of_all_come_before_the_ends_of_any() -> None:
@@ -168,7 +169,6 @@ def test_headers_that_lie_are_refused_without_waiting(tmp_path: Path) -> None:
         coming.put(0, first)
         with pytest.raises(error):
             Arriving(coming)
-        coming.close()
 
 
 def test_digests_are_compared_as_bytes_come(remote: Elsewhere, tmp_path: Path) -> None:
@@ -180,4 +180,14 @@ def test_digests_are_compared_as_bytes_come(remote: Elsewhere, tmp_path: Path) -
     last = max(Arriving(coming).tensors.values(), key=lambda info: info.offset)
     with pytest.raises(DigestError):
         Arriving(coming).array(last.name)
-    coming.close()
+
+
+def test_more_files_than_a_process_may_have_open(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 60, before[1]))
+    try:
+        fetched = Fetching(lambda name, start, length: bytes(length), {f"{i}": 5000 for i in range(200)}, lambda name: tmp_path / name)
+        fetched.wait()
+        assert all(file.error is None for file in fetched.files.values())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

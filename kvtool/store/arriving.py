@@ -35,23 +35,21 @@ class Coming:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.error: Exception | None = None
         self._ends: dict[int, int] = {}  # of the parts that are there, by where they begin
         self._there = 0  # bytes from the beginning on
         self._changed = threading.Condition()
-        try:
-            os.ftruncate(self.fd, size)
-        except OSError:
-            os.close(self.fd)
-            raise
+        with open(path, "xb") as file:
+            file.truncate(size)
 
     def put(self, start: int, data: bytes) -> None:
         """A part has come."""
-        view, at = memoryview(data), start
-        while len(view):
-            written = os.pwrite(self.fd, view, at)
-            view, at = view[written:], at + written
+        # Opened for each part: a long prompt has more files than a process may have open.
+        with open(self.path, "r+b", buffering=0) as file:
+            view, at = memoryview(data), start
+            while len(view):
+                written = os.pwrite(file.fileno(), view, at)
+                view, at = view[written:], at + written
         with self._changed:
             self._ends[start] = at
             while (end := self._ends.pop(self._there, None)) is not None:
@@ -74,9 +72,6 @@ class Coming:
             self._changed.wait_for(lambda: self._there >= end or self.error is not None)
             if self._there < end and self.error is not None:
                 raise self.error
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 class Arriving(Reader):
@@ -141,10 +136,6 @@ class Fetching:
         self._pool.shutdown(cancel_futures=True)
         for file in self.files.values():
             file.fail(InterruptedError("fetching was given up"))
-
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
 
 
 def _in_turn(sizes: dict[str, int]) -> Sequence[tuple[str, int, int]]:

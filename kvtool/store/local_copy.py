@@ -139,7 +139,6 @@ class LocalCopy:
         """Give up what has been fetched, and what has not."""
         fetched.stop()
         for file in fetched.files.values():
-            file.close()
             file.path.unlink(missing_ok=True)
 
     def forget(self, name: str) -> bool:

@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,9 @@ def joined(objects: Objects, match: Match, ids: Sequence[int], model: LoadedMode
         Lost: as `alive`.
     """
     copies = objects if isinstance(objects, LocalCopy) else None
-    fetched = None if copies is None else copies.fetching([node.name for node in match.nodes])
+    fetched = None
+    with suppress(OSError):  # met again, and said, by whoever opens the first object
+        fetched = None if copies is None else copies.fetching([node.name for node in match.nodes])
     try:
         with ExitStack() as parts:
             yield _joined(objects, match, ids, model, {} if fetched is None else fetched.files, parts)

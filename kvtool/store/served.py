@@ -125,11 +125,12 @@ class Served:
         return None if answer.status == 404 else int(answer.headers["content-length"])
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        return (
-            list(self._json("POST", "/objects/sizes", "sizes", body={"names": [check_name(name) for name in names]})["sizes"])
-            if names
-            else []
-        )
+        if not names:
+            return []
+        found = self._json("POST", "/objects/sizes", "sizes", body={"names": [check_name(name) for name in names]})["sizes"]
+        if not isinstance(found, list) or len(found) != len(names) or any(s is not None and type(s) is not int for s in found):
+            raise self._strange("POST", "/objects/sizes", "a size for each name")
+        return found
 
     def names(self, prefix: str = "") -> Iterator[Entry]:
         after: str | None = ""
@@ -149,8 +150,14 @@ class Served:
         """Entries, and after which name the next ones come."""
         asked = f"prefix={quote(prefix, safe='')}&after={quote(after, safe='')}&limit={min(count, PAGE)}"
         page = self._json("GET", f"/objects?{asked}", "objects", "next")
-        # Names that are none are left to the catalogue, as those of a folder are.
-        return [Entry(str(one["name"]), int(one["size"]), float(one["used"])) for one in page["objects"]], page["next"]
+        try:
+            # Names that are none are left to the catalogue, as those of a folder are.
+            found, following = [Entry(str(one["name"]), int(one["size"]), float(one["used"])) for one in page["objects"]], page["next"]
+        except (ValueError, TypeError, KeyError, OverflowError):
+            raise self._strange("GET", "/objects", "names, sizes and dates") from None
+        if following is not None and not (isinstance(following, str) and following > after):
+            raise self._strange("GET", "/objects", "a next page that comes after this one")
+        return found, following
 
     def remove(self, name: str) -> bool:
         return self._ask("DELETE", _path(name), ok=(204, 404)).status == 204
@@ -175,10 +182,11 @@ class Served:
         except ValueError:
             found = None
         if fields and not (isinstance(found, dict) and set(fields) <= set(found)):
-            raise OSError(
-                f"{self._base}: {method} {path.split('?')[0]} was not answered with {' and '.join(fields)}; is it a kvtool serve?"
-            )
+            raise self._strange(method, path.split("?")[0], " and ".join(fields))
         return found
+
+    def _strange(self, method: str, path: str, what: str) -> OSError:
+        return OSError(f"{self._base}: {method} {path} was not answered with {what}; is it a kvtool serve?")
 
     def _ask(self, method: str, path: str, *, ok: tuple[int, ...], headers: dict[str, str] | None = None, **more: Any) -> Any:
         head = {"Authorization": f"Bearer {self._token}"} if self._token else {}
