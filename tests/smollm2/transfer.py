@@ -216,11 +216,12 @@ def main(arguments: Sequence[str]) -> int:
         tables = [calibration_of(model, folders["smollm2"].parent, say) for model in pair]
     else:
         tables = [load(path) for path in options.calibration]
+    whole = options.texts == ",".join(ALL_TEXTS)
+    command = "make transfer" if whole else f"python -m tests.smollm2.transfer --texts {options.texts}"
     lines = [
         "# A cache in the sibling of its model",
         "",
-        f"`python -m tests.smollm2.transfer --texts {options.texts}` ({date.today()}); mlx {mx.__version__} on {platform.system()} "
-        f"{platform.machine()}, float32.",
+        f"`{command}`, {date.today()}; mlx {mx.__version__} on {platform.system()} {platform.machine()}, float32.",
         "",
         f"{PREFIX} tokens cached, {SCORED} scored, texts: {', '.join(texts)}. KL(own prefill || arm), nats a token; share: what the",
         "receiver computes, the map's products included, of the arithmetic of a prefill of its own; of plain: paired, 95 % interval.",
