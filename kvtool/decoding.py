@@ -196,7 +196,6 @@ class Decoder:
             array = self.reader.array(segment.tensors[part])
             stays = mapped and array.nbytes >= LEAST_MAPPED
             parts[part] = Mapped(array, DTYPES[dtype], self.reader.path) if stays else to_mlx(array, dtype)
-        mx.eval([part for part in parts.values() if isinstance(part, mx.array)])
         rows = CodedRows(codec, parts, shape, FLOATS[about.dtype], self.rope(about, segment))
         # Tables that no rows can be read with are found here, not in the middle of a generation.
         try:
@@ -207,6 +206,8 @@ class Decoder:
         except ManifestError as error:
             error.path = error.path or self.reader.path
             raise
+        # After the reader, whose arrays come from the same ones: MLX's thread is waited for once.
+        mx.eval([part for part in parts.values() if isinstance(part, mx.array)])
         return rows
 
     def coded_tensors(self, name: str) -> list[str]:

@@ -12,7 +12,7 @@ from formats.atomic import atomic_write
 from kvtool.bench.measuring import Row
 from kvtool.frontier import COLOURS
 
-WIDTH, LEFT, RIGHT, TOP, STEP, BOTTOM = 1000, 330, 150, 50, 20, 40
+WIDTH, LEFT, RIGHT, TOP, STEP, BOTTOM = 1060, 330, 210, 50, 20, 40
 
 
 def write_plot(path: str, rows: Sequence[Row], title: str) -> None:
@@ -88,11 +88,15 @@ def _png(rows: Sequence[Row], title: str) -> bytes:
     axes = figure.add_subplot()
     axes.set(title=title, xlabel="time a call, s: median and quartiles", xscale="log")
     axes.invert_yaxis()
+    axes.margins(y=0.01)
     colour = colours(rows)
     for i, row in enumerate(rows):
         assert row.median is not None and row.low is not None and row.high is not None
         axes.barh(i, row.median, xerr=[[row.median - row.low], [row.high - row.median]], color=colour[row.family], alpha=0.7)
         axes.annotate(label(row), (row.high, i), xytext=(4, -3), textcoords="offset points", fontsize=8)
+    # Room for the labels, which stand behind the bars.
+    first, last = axes.get_xlim()
+    axes.set_xlim(first, last * (last / first) ** 0.3)
     axes.set_yticks(range(len(rows)), [f"{row.family} {row.name}" for row in rows], fontsize=8)
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
