@@ -130,7 +130,8 @@ class Recorder:
         self, form: int, codes: np.ndarray, size: int, place: np.ndarray, bits: np.ndarray, table: np.ndarray, *more: Any
     ) -> None:
         values, order, exact = more
-        whole = (bits == 8).all() and (place % 8 == 0).all() and (place == place[:, :1] + 8 * np.arange(place.shape[1])).all()
+        alike = (bits == bits[0, 0]).all() and bits[0, 0] and (place[:, 0] % 8 == 0).all()
+        whole = alike and (place == place[:, :1] + bits[0, 0] * np.arange(place.shape[1])).all()
         first = np.zeros(len(place), int) if exact is not None else place.min(axis=1, initial=1 << 20) // 8
         last = np.maximum((place + bits).max(axis=1, initial=0), 0 if exact is None else 1)
         spans = np.stack([first, -(-last // 8) - first], axis=1).astype(np.int32)

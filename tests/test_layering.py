@@ -12,7 +12,7 @@ STDLIB = set(sys.stdlib_module_names)
 # Longest prefix wins. What a module may import besides the standard library, itself and its own package.
 ALLOWED = {
     "formats": {"numpy", "safetensors", "zstandard", "blake3"},
-    "veloxquant_mlx.allocators": {"mlx", "numpy"},
+    "veloxquant_mlx.allocators": {"mlx", "numpy", "veloxquant_mlx.native"},
     "veloxquant_mlx.transfer.rope": {"mlx", "numpy", "veloxquant_mlx.native"},
     "veloxquant_mlx.metal": {"mlx", "numpy", "veloxquant_mlx.allocators", "veloxquant_mlx.transfer.rope"},
     # The patch of mlx-lm's attention is part of the kernels' specification.

@@ -85,7 +85,7 @@ Codewords words_of(Input& in, const Rows& rows) {
   Codewords c{};
   c.form = Form(in.number());
   const bool shared = in.number();
-  c.row = in.number(), c.head = shared ? 0 : rows.count * c.row, c.size = int(in.number()), c.count = int(in.number()), c.bytes = in.number();
+  c.row = in.number(), c.head = shared ? 0 : rows.count * c.row, c.size = int(in.number()), c.count = int(in.number()), c.alike = in.number();
   int64_t size = 0;
   c.codes = in.array<uint8_t>(&size), c.end = c.codes + size;
   c.place = in.array<int32_t>(), c.bits = in.array<uint8_t>(), c.table = in.array<int64_t>(), c.values = in.array<float>();

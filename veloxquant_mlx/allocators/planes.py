@@ -6,6 +6,9 @@ Bits one by one, each to the plane whose error it lowers most. Float64 on the ho
 
 import numpy as np
 
+from veloxquant_mlx import native
+from veloxquant_mlx.native import searching
+
 ROUNDS = 6
 MAX_POINTS = 1 << 13
 _BLOCK = 1 << 19  # distances held at a time
@@ -94,6 +97,8 @@ def _sums(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
 
 def _nearest(points: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Index of the nearest word, the lowest of equals."""
+    if native.available():
+        return searching.nearest(_pairs(points), _pairs(words))
     index = np.zeros(len(points), np.int64)
     step = max(1, _BLOCK // len(words))
     for start in range(0, len(points), step):
@@ -101,6 +106,11 @@ def _nearest(points: np.ndarray, words: np.ndarray) -> np.ndarray:
         # |p - w|^2 less |p|^2.
         index[start : start + step] = (np.abs(words) ** 2 - 2 * (block.real * words.real + block.imag * words.imag)).argmin(axis=1)
     return index
+
+
+def _pairs(z: np.ndarray) -> np.ndarray:
+    """Complex numbers as rows of two."""
+    return np.stack([z.real, z.imag], axis=-1)
 
 
 def _thinned(points: np.ndarray) -> np.ndarray:

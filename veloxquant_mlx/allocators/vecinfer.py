@@ -9,6 +9,9 @@ A transformed vector is cut into D / sub_dim consecutive parts, and each is repl
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx import native
+from veloxquant_mlx.native import searching
+
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 SMALLEST_SMOOTH = 1e-8  # a channel whose factor is not above this (or is NaN) is neither divided nor multiplied
 BLOCK_DISTANCES = 1 << 20  # distances held at a time
@@ -134,7 +137,8 @@ def train_codebook(x: mx.array, n_centroids: int, sub_dim: int) -> mx.array:
         sums = np.stack([np.bincount(nearest, weights=points[:, t], minlength=n_centroids) for t in range(sub_dim)], axis=1)
         centroids = sums / np.maximum(counts, 1)[:, None]
         empty = np.flatnonzero(counts == 0)
-        centroids[empty] = points[np.argsort(-distances, kind="stable")[: len(empty)]]
+        if len(empty):
+            centroids[empty] = points[np.argsort(-distances, kind="stable")[: len(empty)]]
         if abs(previous - inertia) < 1e-6 * max(inertia, np.finfo(np.float64).tiny):
             break
         previous = inertia
@@ -142,6 +146,9 @@ def train_codebook(x: mx.array, n_centroids: int, sub_dim: int) -> mx.array:
 
 
 def _assign(points: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if native.available() and points.shape[1] <= searching.MAX_SIZE:
+        nearest = searching.nearest(points, centroids)
+        return nearest, np.square(points - centroids[nearest]).sum(axis=1)
     nearest, distances = np.empty(len(points), dtype=np.int64), np.empty(len(points))
     rows = max(1, BLOCK_DISTANCES // len(centroids))
     for a in range(0, len(points), rows):

@@ -41,7 +41,8 @@ def codewords(
             component of n = D, for the caller to give their basis.
         codes: (H, S, bytes) uint8, or (1, S, bytes) of all heads.
         place, bits: of each code, up to (H, n): the bit of a row at which it begins, and how many it has, 0 to 8.
-        table: up to (H, n): where the 2^bits codewords of each begin in `values`, each of `size` numbers.
+        table: up to (H, n): where the 2^bits codewords of each begin in `values`, each of `size` numbers; of a plane real parts, then
+            imaginary ones, each repeated to at least 16.
         values: float32.
         order: (D,), the entry of a row that each of those entries is; None for as they are.
         exact: (H, D) float32, the row in place of those whose bit 0 is set.

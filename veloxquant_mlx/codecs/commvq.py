@@ -45,7 +45,7 @@ from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layou
 from veloxquant_mlx.codecs._bits import pack, unpack
 from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.codecs.rvq import Rvq
-from veloxquant_mlx.native import converting
+from veloxquant_mlx.native import converting, searching
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 MAX_TABLE_BITS = 8
@@ -189,15 +189,17 @@ class CommVq(Codec):
         """The rows as the native back end reads them: of every plane its codewords times w, with the mean."""
         dim = shape[2]
         widths, planes, gain = self._checked_widths(parts, dim), self.planes(dim), float32(parts["gain"])
-        words = np.concatenate([np.zeros((1, 2), np.float32), float32(parts["table"])])
+        words = np.concatenate([np.zeros((1, 2)), float32(parts["table"])]) @ (1, 1j)
         w, mean = gain[..., 0] + 1j * gain[..., 1], float32(parts["mean"])[:, planes]
         values = [
-            w[h, i] * words[(1 << b) - 1 : (2 << b) - 1].view(np.complex64)[:, 0] + np.complex64(complex(*mean[h, :, i]))
+            np.resize(part, max(16, 1 << b))
             for (h, i), b in np.ndenumerate(widths)
+            for z in [w[h, i] * words[(1 << b) - 1 : (2 << b) - 1] + complex(*mean[h, :, i])]
+            for part in (z.real, z.imag)
         ]
-        sizes = (2 << widths).reshape(-1)
+        sizes = 2 * np.maximum(16, 1 << widths.reshape(-1))
         table, place = (np.cumsum(sizes) - sizes).reshape(widths.shape), 1 + np.cumsum(widths, axis=1) - widths
-        flat = np.concatenate([np.zeros(0, np.complex64), *values]).view(np.float32)
+        flat = np.concatenate([np.zeros(0), *values]).astype(np.float32)
         return codewords(shape, "planes", parts["codes"], 2, place, widths, table, flat, planes.reshape(-1), float32(parts["exact"]))
 
     def scores(self, parts: dict[str, mx.array], shape: Shape, queries: mx.array, positions: np.ndarray, rope: RopeSpec | None) -> mx.array:
@@ -325,6 +327,9 @@ class CommVq(Codec):
         a, b = gain[..., 0] * inverse, -gain[..., 1] * inverse
         norm = mx.where(size > 0, inverse / (a * a + b * b), 0.0)
         u, v = (part * norm for part in _times(a, b, real, imaginary))
+        exact = (mx.arange(start, start + x.shape[1], dtype=mx.uint32)[None] == far).astype(mx.uint8)
+        if searching.takes(x):
+            return self._searched(mx.stack([u, v], axis=-1), exact, parts, x.shape[2])
         widths, table = parts["widths"], np.array(parts["table"].astype(mx.float32))
         codes = mx.zeros(u.shape, mx.uint8)
         for width in np.unique(np.array(widths)).tolist():
@@ -336,11 +341,18 @@ class CommVq(Codec):
                     mx.eval(code, best)  # one distance of a block at a time, not those of a whole table
             codes = mx.where(widths[:, None] == width, code, codes)
             mx.eval(codes)
-        exact = (mx.arange(start, start + x.shape[1], dtype=mx.uint32)[None] == far).astype(mx.uint8)
         plane, shift = self._streams(widths, x.shape[2])
         stream = mx.take_along_axis(mx.concatenate([codes, exact[..., None]], axis=-1), plane[:, None], axis=-1) >> shift[:, None] & 1
         # Contiguous: packed bytes of one bit are a view of words eight times their size, which would stay until all blocks are joined.
         return mx.contiguous(pack(stream, 1))
+
+    def _searched(self, points: mx.array, exact: mx.array, parts: Parts, dim: int) -> mx.array:
+        """Codes of a block of rows by the native back end: points (H, S, D / 2, 2), whether a row is the exact one (H, S)."""
+        widths, words = np.array(parts["widths"]).astype(np.int64), np.concatenate([np.zeros((1, 2), np.float32), float32(parts["table"])])
+        found = searching.codes(points, words, (1 << widths) - 1, 1 << widths)
+        place = np.concatenate([np.zeros((len(widths), 1), int), 1 + np.cumsum(widths, axis=1) - widths], axis=1)
+        bits = np.concatenate([np.ones((len(widths), 1), int), widths], axis=1)
+        return searching.packed(mx.concatenate([exact[..., None], found], axis=-1), place, bits, -(-self._row_bits(dim) // 8))
 
     def _streams(self, widths: mx.array, dim: int) -> tuple[mx.array, mx.array]:
         """Plane (D / 2: the flag) that each bit of a row belongs to, and which bit of its code; a spare bit is bit 7 of the flag."""

@@ -51,7 +51,7 @@ from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.metal._coded_attend import CodedOperand
 from veloxquant_mlx.metal._comm_vq import comm_vq_decode_metal
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
-from veloxquant_mlx.native import converting
+from veloxquant_mlx.native import converting, searching
 from veloxquant_mlx.transfer.rope import RopeSpec
 
 SUBS = {"1": 8, "2": 4}  # bits a value: entries of a word
@@ -144,6 +144,8 @@ class CommVqProduct(Codec):
         self._check_range(x)
         heads, tokens, dim = x.shape
         words = self._learn(x)
+        if searching.takes(x):
+            return {"codes": self._searched(x, float32(words)), "words": words}
         blocks = []
         # Every part takes a distance to each word: no more tokens in a block than leave room for those.
         for block in token_blocks((1, tokens, max(heads * dim, WORDS))):
@@ -233,6 +235,18 @@ class CommVqProduct(Codec):
                 distinct = np.unique(points, axis=0)
                 words[h, i] = np.array(train_codebook(mx.array(distinct if len(distinct) <= WORDS else points), WORDS, self.sub))
         return mx.array(words)
+
+    def _searched(self, x: mx.array, words: np.ndarray) -> mx.array:
+        """The part `codes`, by the native back end."""
+        heads, _, dim = x.shape
+        first, order = np.arange(heads * dim // self.sub).reshape(heads, -1) * WORDS, mx.array(self.order(dim).astype(np.uint32))
+        number, blocks = np.full_like(first, WORDS), []
+        for block in token_blocks(x.shape):
+            rows = mx.take(x[:, block].astype(mx.float32), order, axis=-1).reshape(heads, -1, dim // self.sub, self.sub)
+            blocks.append(searching.codes(rows, words.reshape(-1, self.sub), first, number))
+        found = mx.concatenate(blocks, axis=1)
+        mx.eval(found)
+        return found
 
     def _parts(self, x: mx.array) -> mx.array:
         """Rows (H, S, D) as (H, D / sub, S, sub) float32, entries in `order`."""

@@ -48,7 +48,7 @@ from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.metal._attend import hadamard_matrix
 from veloxquant_mlx.metal._coded_attend import CodedOperand
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
-from veloxquant_mlx.native import converting
+from veloxquant_mlx.native import converting, searching
 
 RATES = {"1": (8, 8), "1.25": (4, 5), "1.5": (4, 6), "1.75": (4, 7), "2": (4, 8)}  # bits a value: entries of a word, bits of a code
 SMALLEST_PEAK = 2.0**-40  # of a channel, relative to u: lambda is at least 2^-20
@@ -135,10 +135,16 @@ class VecInfer(Codec):
         if self.smooth:
             smooth = calibrate_smooth_factors((peaks / unit)[None], eps=SMALLEST_PEAK).astype(mx.bfloat16)
         words = self._learn(x, unit, smooth)
+        native_search = searching.takes(x)
         blocks = []
         # Without a GPU every sub-vector takes 2^bits distances: fewer tokens in a block.
-        for tokens in token_blocks((x.shape[0], x.shape[1], x.shape[2] << self.bits - 4)):
-            codes = vecinfer_quantize_metal(_transformed(x[:, tokens], unit, smooth), words, self.sub)
+        for tokens in token_blocks(x.shape if native_search else (x.shape[0], x.shape[1], x.shape[2] << self.bits - 4)):
+            rows = _transformed(x[:, tokens], unit, smooth)
+            if native_search:
+                found = searching.codes(rows.reshape(1, -1, 1, self.sub), float32(words))
+                codes = found.reshape(*rows.shape[:2], -1)
+            else:
+                codes = vecinfer_quantize_metal(rows, words, self.sub)
             # Contiguous: packed bytes are a view of words eight times their size, which would stay until all blocks are joined.
             blocks.append(mx.contiguous(pack(codes.astype(mx.uint8), self.bits)))
             mx.eval(blocks[-1])

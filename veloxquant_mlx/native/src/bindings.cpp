@@ -112,6 +112,7 @@ NB_MODULE(_native, m) {
   bind_attend(m);
   bind_encode(m);
   bind_convert(m);
+  bind_search(m);
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Level* one : levels()) names.emplace_back(one->name);

@@ -115,5 +115,6 @@ std::shared_ptr<Pool> the_pool();
 void bind_attend(nb::module_& m);
 void bind_encode(nb::module_& m);
 void bind_convert(nb::module_& m);
+void bind_search(nb::module_& m);
 
 }  // namespace kvtool

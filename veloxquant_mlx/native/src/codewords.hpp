@@ -3,17 +3,23 @@
 #include "lookup.hpp"
 #include "problem.hpp"
 #include "simd.hpp"
+#include "words.hpp"
 
 namespace kvtool {
 namespace KVTOOL_INSIDE {
 namespace {
 
-// One head's codes of a row, wherever memory ends: two bytes may be read from each place.
+// Real parts of a plane of so many bits, before the imaginary ones: each table is repeated to at least 16.
+inline int plane_values(int bits) { return bits < 4 ? 16 : 1 << bits; }
+
+constexpr int BEHIND = 8;  // bytes behind a row of codes that may be read
+
+// One head's codes of a row, wherever memory ends.
 struct CodesOfRow {
   const Codewords& words;
   const uint8_t* codes;
   int first, bytes;
-  uint8_t copy[MAX_DIM + 1];
+  uint8_t copy[MAX_DIM + BEHIND];
 
   CodesOfRow(const Codewords& words, int head)
       : words(words), codes(words.codes + head * words.head), first(words.span[2 * head]), bytes(words.span[2 * head + 1]) {}
@@ -21,8 +27,8 @@ struct CodesOfRow {
   // Bytes of a token: those of place p begin at p / 8.
   const uint8_t* of(int token) {
     const uint8_t* own = codes + token * words.row + first;
-    if (words.end - own > bytes) return own - first;
-    memcpy(copy, own, bytes), copy[bytes] = 0;
+    if (words.end - own >= bytes + BEHIND) return own - first;
+    memcpy(copy, own, bytes), memset(copy + bytes, 0, BEHIND);
     return copy - first;
   }
 };
@@ -33,15 +39,16 @@ inline int code_at(const uint8_t* codes, int place, int bits) {
   return both >> (place % 8) & ((1 << bits) - 1);
 }
 
+// Runs of SIZE entries whose codes are neighbours of as many bits each: eight at a time are whole bytes.
 template <int SIZE>
-inline void copy_word(float* to, const float* from) {
-  memcpy(to, from, SIZE * sizeof(float));
-}
-
-// Runs of SIZE entries, each code a byte.
-template <int SIZE>
-void runs_of_bytes(const Codewords& words, const uint8_t* codes, const int64_t* table, float* out) {
-  for (int i = 0; i < words.count; i++) copy_word<SIZE>(out + SIZE * i, words.values + table[i] + SIZE * codes[i]);
+void runs_of(const Codewords& words, const uint8_t* codes, const int64_t* table, int bits, float* out) {
+  const uint64_t mask = (1u << bits) - 1;
+  for (int i = 0; i < words.count; codes += bits) {
+    uint64_t eight;
+    memcpy(&eight, codes, 8);
+    for (const int stop = i + 8 < words.count ? i + 8 : words.count; i < stop; i++, eight >>= bits)
+      memcpy(out + SIZE * i, words.values + table[i] + SIZE * (eight & mask), SIZE * sizeof(float));
+  }
 }
 
 // The entries of a row in the order of its codes.
@@ -50,17 +57,18 @@ void decode_row(const Codewords& words, int head, const uint8_t* codes, float* o
   const int32_t* place = words.place + own;
   const uint8_t* bits = words.bits + own;
   const int64_t* table = words.table + own;
-  if (words.bytes && words.form == Form::RUNS) {
+  if (words.alike && words.form == Form::RUNS) {
     codes += place[0] / 8;
-    if (words.size == 4) return runs_of_bytes<4>(words, codes, table, out);
-    if (words.size == 8) return runs_of_bytes<8>(words, codes, table, out);
+    if (words.size == 4) return runs_of<4>(words, codes, table, bits[0], out);
+    if (words.size == 8) return runs_of<8>(words, codes, table, bits[0], out);
   }
   for (int i = 0; i < words.count; i++) {
-    const float* word = words.values + table[i] + int64_t(words.size) * code_at(codes, place[i], bits[i]);
+    const float* values = words.values + table[i];
+    const int code = code_at(codes, place[i], bits[i]);
     if (words.form == Form::PLANES)
-      out[i] = word[0], out[words.count + i] = word[1];
+      out[i] = values[code], out[words.count + i] = values[plane_values(bits[i]) + code];
     else
-      memcpy(out + words.size * i, word, words.size * sizeof(float));
+      memcpy(out + words.size * i, values + int64_t(words.size) * code, words.size * sizeof(float));
   }
 }
 
@@ -82,16 +90,18 @@ void decode_codewords(const Rows& rows, int head, int from, int count, float* ou
   }
 }
 
-// Components of a tile of tokens, one after another: y[i][TILE]; those behind `count` are zero.
+// Components of a tile of tokens, one after another: y[i][TILE]. Codes are bytes; tokens behind `count` have any components.
 void decode_parts(const Rows& rows, int head, int from, int count, float* y) {
   const Codewords& words = rows.words;
   const int64_t own = int64_t(head) * words.count;
-  CodesOfRow codes(words, head);
-  if (count < TILE) memset(y, 0, sizeof(float) * words.count * TILE);
-  for (int t = 0; t < count; t++) {
-    const uint8_t* at = codes.of(from + t);
-    for (int i = 0; i < words.count; i++)
-      y[i * TILE + t] = words.values[words.table[own + i] + code_at(at, words.place[own + i], words.bits[own + i])];
+  const int first = words.span[2 * head], bytes = words.span[2 * head + 1];
+  uint32_t turned[(MAX_DIM + 3) / 4 * TILE];
+  if (count <= TILE - W) memset(turned, 0, (bytes + 3) / 4 * TILE * sizeof(uint32_t));
+  turn_rows(words.codes + head * words.head + from * words.row + first, words.end, words.row, bytes, count, turned, TILE);
+  for (int i = 0; i < words.count; i++) {
+    const Lookup<8> lookup(words.values + words.table[own + i]);
+    const int byte = words.place[own + i] / 8 - first;
+    for (int t = 0; t < TILE; t += W) store(y + i * TILE + t, lookup.of(load_words(turned + byte / 4 * TILE + t) >> uint32_t(byte % 4 * 8)));
   }
 }
 

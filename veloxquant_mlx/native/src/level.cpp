@@ -8,6 +8,7 @@
 #include "before_rope.hpp"
 #include "columns.hpp"
 #include "decode.hpp"
+#include "planes.hpp"
 #include "problem.hpp"
 #include "products.hpp"
 #include "simd.hpp"
@@ -67,8 +68,10 @@ void prepare(const Problem& p, int head) {
 // Whether tokens can be in the lanes: codes whose rotation, where rows must be rebuilt, is sums and differences in registers.
 // Two stages without rotation, and codes of a byte, are faster rebuilt row by row.
 bool few_words(const Rows& rows) { return rows.stages == 1 && rows.stage[0].bits < 8; }
+bool in_planes(const Rows& rows) { return rows.type == Type::CODEWORDS && rows.words.form == Form::PLANES; }
 bool keys_in_lanes(const Problem& p) {
   const Rows& keys = p.keys;
+  if (in_planes(keys)) return true;
   if (keys.type != Type::CODES || (!p.angles && !few_words(keys))) return false;
   return !p.angles || !keys.signs || (keys.odd == 1 && keys.dim >= POINTS && keys.dim <= 256);
 }
@@ -136,7 +139,11 @@ void score_tiles(
   const float* q = p.turned + int64_t(span.head) * R * p.dim;
   const float zero[4] = {};
   for (int t = 0; t < span.count; t += TILE) {
-    tile_rows(p.keys, span.head, words, from, t, span.count - t < TILE ? span.count - t : TILE, scale, centred, y);
+    const int count = span.count - t < TILE ? span.count - t : TILE;
+    if (in_planes(p.keys))
+      tile_planes(p.keys, span.head, words[0], t, count, y);
+    else
+      tile_rows(p.keys, span.head, words, from, t, count, scale, centred, y);
     if (p.angles) rope_entries(p, angles, t, y);
     span.ahead.next();
     with_rows(R, [&](auto block, int r) {
@@ -170,13 +177,14 @@ void score(const Problem& p, Span& span, const float* angles, float* scratch, fl
       words[s] = turned(keys.stage[s], span.head, keys.dim, from, span.count, reinterpret_cast<uint32_t*>(rest), span.wide);
       rest += words_of(keys.stage[s], keys.dim) * span.wide;
     }
+    if (in_planes(keys)) words[0] = turned(keys.words, span.head, from, span.count, reinterpret_cast<uint32_t*>(rest), span.wide);
     if (in_registers(p))
       with_rows(p.padded_rows, [&](auto block, int) {
         const float* q = p.turned + int64_t(span.head) * p.padded_rows * p.dim;
         const Asked to{angles, p.half, q, p.dim, scores, span.row};
         score_before_rope<decltype(block)::value>(keys, span.head, from, span.count, words, scale, centred, to, span.ahead);
       });
-    else if (p.angles || (keys.step && keys.by_token))
+    else if (p.angles || in_planes(keys) || (keys.step && keys.by_token))
       score_tiles(p, span, words, angles, scale, centred, scores);
     else
       score_codes(p, span, words, rest, scores);
@@ -253,6 +261,8 @@ void add_codes(const Problem& p, Span& span, const float* weights, const float* 
 int64_t most_words(const Rows& rows) {
   int64_t words = 0;
   for (int s = 0; s < rows.stages; s++) words += words_of(rows.stage[s], rows.dim);
+  for (int head = 0; in_planes(rows) && head < rows.heads; head++)
+    if (words_of(rows.words, head) > words) words = words_of(rows.words, head);
   return words;
 }
 
@@ -407,8 +417,11 @@ void decode(const Rows& rows, int head, int from, int count, float* out) {
 #define KVTOOL_ENCODER_(x) x##_encoder
 #define KVTOOL_ENCODER(x) KVTOOL_ENCODER_(x)
 extern const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL);
+#define KVTOOL_SEARCHER_(x) x##_searcher
+#define KVTOOL_SEARCHER(x) KVTOOL_SEARCHER_(x)
+extern const Searcher KVTOOL_SEARCHER(KVTOOL_LEVEL);
 const Level KVTOOL_LEVEL = {
-    KVTOOL_NAME(KVTOOL_LEVEL), &KVTOOL_ENCODER(KVTOOL_LEVEL), KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend_scratch, KVTOOL_INSIDE::attend,
+    KVTOOL_NAME(KVTOOL_LEVEL), &KVTOOL_ENCODER(KVTOOL_LEVEL), &KVTOOL_SEARCHER(KVTOOL_LEVEL), KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend_scratch, KVTOOL_INSIDE::attend,
     KVTOOL_INSIDE::merge, KVTOOL_INSIDE::decode, KVTOOL_INSIDE::attend_components_scratch, KVTOOL_INSIDE::attend_components,
     KVTOOL_INSIDE::decode_as, KVTOOL_INSIDE::turn};
 

@@ -49,10 +49,10 @@ struct Codewords {
   int count;           // codes of a head's row
   const int32_t* place;   // (H, count)
   const uint8_t* bits;    // (H, count), 0 to 8
-  const int64_t* table;   // (H, count): where the codewords of each begin in `values`
+  const int64_t* table;   // (H, count): where the codewords of each begin in `values`; of a plane real parts, then imaginary ones, each repeated to 16
   const float* values;
   const int32_t* span;    // (H, 2): the first byte of a row that holds codes of a head, and how many do
-  bool bytes;             // every code is a byte, and they are neighbours
+  bool alike;             // codes of a row are neighbours from a byte on, all of as many bits
   const int32_t* order;   // (D): which entry of a row each entry is; or nullptr
   const float* exact;     // (H, D): the rows whose bit 0 is set; or nullptr
 };
@@ -129,6 +129,7 @@ struct Merging {
 };
 
 struct Encoder;
+struct Searcher;
 
 // Cosines and sines of rows that follow each other: row t is (first + t) % each of page (first + t) / each.
 struct Angles {
@@ -171,6 +172,7 @@ struct Turning {
 struct Level {
   const char* name;
   const Encoder* encoder;
+  const Searcher* searcher;
   void (*prepare)(const Problem&, int head);
   size_t (*attend_scratch)(const Problem&);  // floats
   void (*attend)(const Problem&, int first, int last, int chunk, float* scratch);  // heads first to last

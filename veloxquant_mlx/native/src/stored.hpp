@@ -91,11 +91,13 @@ class Stored {
         const int at = h * count + i, width = bits.data()[at], where = own.place[at];
         if (width < 0 || width > 8) refuse("bits", "0 to 8", std::to_string(width));
         if (where < 0 || where + width > bytes * 8) refuse("place", "within " + std::to_string(bytes) + " bytes", std::to_string(where));
-        if (tables64_[at] < 0 || tables64_[at] + (int64_t(size) << width) > int64_t(values.shape(0)))
+        if (form == int(Form::PARTS) && (width != 8 || where % 8)) refuse("bits", "whole bytes of parts", std::to_string(width));
+        const int64_t held = form == int(Form::PLANES) ? 2 * std::max(16, 1 << width) : int64_t(size) << width;
+        if (tables64_[at] < 0 || tables64_[at] > int64_t(values.shape(0)) - held)
           refuse("table", "within " + std::to_string(values.shape(0)) + " values", std::to_string(tables64_[at]));
         own.bits.push_back(uint8_t(width));
         from = std::min<int64_t>(from, where), to = std::max<int64_t>(to, where + width);
-        neighbours &= width == 8 && where % 8 == 0 && where == own.place[h * count] + 8 * i;
+        neighbours &= width > 0 && width == bits.data()[h * count] && own.place[h * count] % 8 == 0 && where == own.place[h * count] + width * i;
       }
       from = std::min(from, to) / 8, to = (to + 7) / 8;
       if (to - from > MAX_DIM) refuse("codes", "at most " + std::to_string(MAX_DIM) + " bytes of a head", std::to_string(to - from));
