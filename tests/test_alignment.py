@@ -178,6 +178,11 @@ def test_import_and_eval_align_as_recode_does(
         assert "of which 99% are asked for" in capsys.readouterr().err
         assert run([verb, str(tmp_path / "a.kv"), "--model", TINY_D, *rest, "--from-model", "tiny-a"]) == 2
         assert "--from-model goes with --map" in capsys.readouterr().err
+        assert run([verb, str(tmp_path / "a.kv"), "--model", TINY_D, *rest, *across, "--overlap", "0.9"]) == 2
+        assert "--overlap goes with --from-model" in capsys.readouterr().err
+    live = [*by, "--live", "rvq-4", "--prompt", " and", "--max-tokens", "6", "--json"]
+    assert run(["import", str(tmp_path / "a.kv"), "--model", TINY_D, *live]) == 0
+    assert any("kept as rvq-4" in remark for remark in json.loads(capsys.readouterr().out)["notes"])
 
 
 def test_tokens_that_were_not_run_yet_are_still_to_be_run(tiny_a: LoadedModel, tiny_d: LoadedModel) -> None:

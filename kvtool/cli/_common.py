@@ -64,10 +64,8 @@ from_model_option = click.option(
 overlap_option = click.option(
     "--overlap",
     type=click.FloatRange(0, 1),
-    default=0.5,
-    show_default=True,
     metavar="X",
-    help="With --from-model: the share of M's tokens that must end where one of A's does.",
+    help="With --from-model: the share of M's tokens that must end where one of A's does; 0.5 by default.",
 )
 recompute_option = click.option(
     "--recompute",
@@ -182,6 +180,19 @@ def read_tokens(path: str) -> list[int]:
     if wrong is not None:
         raise click.UsageError(f"{path}: token ids must be integers, but one is {wrong!r}")
     return list(ids)
+
+
+def alignment(mapping: str | None, from_model: str | None, overlap: float | None) -> dict[str, Any]:
+    """What of --overlap goes on to the library, after a look at the options that it goes with.
+
+    Raises:
+        click.UsageError: one without the other.
+    """
+    if from_model is not None and mapping is None:
+        raise click.UsageError("--from-model goes with --map")
+    if overlap is not None and from_model is None:
+        raise click.UsageError("--overlap goes with --from-model")
+    return {} if overlap is None else {"overlap": overlap}
 
 
 def check_target(path: str) -> None:

@@ -8,6 +8,7 @@ import click
 
 from kvtool.cli._common import (
     adapter_option,
+    alignment,
     bar,
     check_target,
     dtype_option,
@@ -131,7 +132,7 @@ def command(
     mapping: str | None,
     recompute: str | None,
     from_model: str | None,
-    overlap: float,
+    overlap: float | None,
     do_seal: bool,
     tokens: int | None,
     allow_mismatch: bool,
@@ -183,8 +184,7 @@ def command(
         raise click.UsageError(
             "--seal says what a file is worth as it is: write one with kvtool recode --map or --recompute, and seal that"
         )
-    if from_model is not None and mapping is None:
-        raise click.UsageError("--from-model goes with --map")
+    least = alignment(mapping, from_model, overlap)
     from kvtool.evaluation import evaluate
     from kvtool.model import load_model
     from kvtool.sealing import seal
@@ -203,7 +203,7 @@ def command(
             mapping=mapping,
             recompute=recompute,
             from_model=None if from_model is None else load_model(from_model, dtype=dtype),
-            overlap=overlap,
+            **least,
             allow_mismatch=allow_mismatch,
             calibration=calibration,
             progress=progress,

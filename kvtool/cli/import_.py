@@ -13,6 +13,7 @@ import click
 from kvtool import tiny
 from kvtool.cli._common import (
     adapter_option,
+    alignment,
     bar,
     calibration_option,
     check_target,
@@ -108,7 +109,7 @@ def command(
     mapping: str | None,
     recompute: str | None,
     from_model: str | None,
-    overlap: float,
+    overlap: float | None,
     limits: str | None,
     chat: bool,
     codec: str | None,
@@ -147,8 +148,7 @@ def command(
     if decode and live is not None:
         raise click.UsageError("give one of --decode and --live")
     across = mapping is not None or recompute is not None
-    if from_model is not None and mapping is None:
-        raise click.UsageError("--from-model goes with --map")
+    least = alignment(mapping, from_model, overlap)
     if across and (target is not None or decode):
         raise click.UsageError("--map and --recompute go without --to and --decode; use kvtool recode first")
     if across and limits is not None:
@@ -228,7 +228,7 @@ def command(
         more: dict[str, Any] = {"live": live, "calibration": calibration, "progress": progress}
         if across:
             by = None if from_model is None else load_model(from_model, dtype=dtype)
-            restored = load_across(source, model, mapping=mapping, recompute=recompute, from_model=by, overlap=overlap, **more)
+            restored = load_across(source, model, mapping=mapping, recompute=recompute, from_model=by, **least, **more)
         else:
             restored = load(source, model, decode=decode, allow_mismatch=allow_mismatch, **more)
     loaded = time.perf_counter() - start

@@ -7,6 +7,7 @@ import click
 
 from kvtool.cli._common import (
     adapter_option,
+    alignment,
     bar,
     check_target,
     dtype_option,
@@ -62,7 +63,7 @@ def command(
     mapping: str | None,
     recompute: str | None,
     from_model: str | None,
-    overlap: float,
+    overlap: float | None,
     profile: str | None,
     share: str | None,
     kl: float | None,
@@ -94,8 +95,7 @@ def command(
     across = mapping is not None or recompute is not None or profile is not None
     if across and to_model is None:
         raise click.UsageError("--map, --recompute and --profile need --to-model")
-    if from_model is not None and mapping is None:
-        raise click.UsageError("--from-model goes with --map")
+    least = alignment(mapping, from_model, overlap)
     if adapter is not None and to_model is None:
         raise click.UsageError("--adapter goes with --to-model")
     if across and (rope_theta is not None or shift):
@@ -112,7 +112,7 @@ def command(
 
     target = None if to_model is None else load_model(to_model, dtype=dtype, adapter=adapter)
     choice: dict[str, Any] = {"codec": codec, "sink": sink, "recent": recent, "frame": frame, "calibration": calibration}
-    by: dict[str, Any] = {} if from_model is None else {"from_model": load_model(from_model, dtype=dtype), "overlap": overlap}
+    by: dict[str, Any] = {} if from_model is None else {"from_model": load_model(from_model, dtype=dtype), **least}
     if profile is not None:
         assert target is not None
         row, part = planned(source, target, profile, mapping=mapping, share=most, kl=kl, calibration=calibration)
