@@ -43,7 +43,7 @@ class Placement:
         grows: spec of the codecs that encode rows which join later, such as "k=tc-2,v=tc-2"; None keeps them exact.
         lossy: whether the file holds codes of the layer.
         sharable: whether its attention could read exact rows in blocks, which forks share.
-        unfused: why MLX's operations read the codes and not this GPU's kernel; empty where it does, and without a GPU.
+        unfused: why MLX's operations read the codes, and neither this GPU's kernel nor the native back end; empty where one does.
     """
 
     codes: bool
@@ -90,13 +90,15 @@ def _placement(decoder: Decoder, info: CacheInfo, probe: CacheProbe, layer: fami
         return Placement(False, "it is stored exactly", lossy=False, sharable=info.cls in FULL)
     growing = growth(decoder, info, probe)
     grows = None if growing is None else f"k={growing.k.spec('k')},v={growing.v.spec('v')}"
-    return Placement(True, grows=grows, unfused="" if backend() == "cpu" else _unfused(decoder, info))
+    return Placement(True, grows=grows, unfused=_unfused(decoder, info))
 
 
 def _unfused(decoder: Decoder, info: CacheInfo) -> str:
-    """Why a GPU's kernel does not read some of a layer's codes, or an empty text."""
+    """Why neither a GPU's kernel nor the native back end reads some of a layer's codes, or an empty text."""
     k, v = info.k, info.v
     assert k is not None and v is not None
+    if backend() == "cpu":
+        return native.without_because(max(k.dim, v.dim))
     reasons = (
         unfused(decoder.codec(keys.codec), decoder.codec(values.codec), (k.dim, v.dim), decoder.rope(k, keys))
         for keys, values in product(k.segments, v.segments)

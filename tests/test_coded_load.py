@@ -26,6 +26,7 @@ from kvtool.moments import collect
 from tests.library import f64, ids, run, saved, tiny
 from tests.texts import text
 from tests.tiny_random import WINDOW
+from veloxquant_mlx import native
 from veloxquant_mlx.caches import families
 from veloxquant_mlx.caches.blocks import Block
 from veloxquant_mlx.caches.coded import CodedKVCache
@@ -113,9 +114,20 @@ def test_on_a_gpu_a_note_says_which_layers_have_no_kernel(
         here = placements(archive.decoder, tiny_a.model, probes)
         with forced("cuda"):
             there = placements(archive.decoder, tiny_a.model, probes)
-    assert {p.unfused for p in here} == {""} and {p.unfused for p in there} == {reason}
+    assert {p.unfused for p in here} == {native.without_because(64)} and {p.unfused for p in there} == {reason}
     (note,) = placement_notes(there)
     assert note.startswith(f"layers 0-3 attend to codes by MLX's operations ({reason});" if reason else "layers 0-3 attend to codes;")
+
+
+@pytest.mark.skipif(not native.built(), reason="the native back end was not built")
+@pytest.mark.parametrize("spec", ["rvq-4", "commvq-2:product", "qjl"])
+def test_on_a_cpu_a_note_says_what_reads_the_codes(spec: str, tiny_a: LoadedModel, file: Callable) -> None:
+    (note,) = kvtool.load(file(spec), tiny_a).notes
+    with native.without():
+        (other,) = kvtool.load(file(spec), tiny_a).notes
+    assert note.startswith("layers 0-3 attend to codes;")
+    assert other.startswith("layers 0-3 attend to codes by MLX's operations (the native back end is switched off);")
+    assert native.without_because(512) == "" and "up to 512" in native.without_because(513)
 
 
 GROWS = {

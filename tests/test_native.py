@@ -16,7 +16,7 @@ from veloxquant_mlx.allocators.additive import build_additive
 from veloxquant_mlx.caches.blocks import Block, CodedRows, native_parts
 from veloxquant_mlx.caches.coded import Growth
 from veloxquant_mlx.caches.visibility import Visibility
-from veloxquant_mlx.codecs import parse_codec, tc_reading
+from veloxquant_mlx.codecs import CODECS, parse_codec, tc_reading
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.qjl import Qjl
 from veloxquant_mlx.codecs.raw import Raw
@@ -246,6 +246,16 @@ def test_what_it_leaves_to_mlx() -> None:
         assert native.calls() == before
     block.attend(q, Visibility(1, GROUPS, 40, mask=mx.ones((1, 1, 1, 40), mx.bool_)), 0, 64)
     assert native.calls() > before
+
+
+def test_which_codecs_it_reads() -> None:
+    """All whose rows are read tile by tile; `SPECS` has each of them."""
+    specs = [parse_codec(spec) for spec in SPECS]
+    read = {type(codec) for plan in specs for codec in (plan.k, plan.v)}
+    assert {codec for codec in CODECS.values() if codec.read_natively} == read
+    for spec in SPECS:
+        block = made(spec, 128, "none", 37)
+        assert block.k.reader.stored is not None and block.v.reader.stored_beside(block.k.reader) is not None
 
 
 @pytest.mark.parametrize("wild", [64.0, 0.5])

@@ -37,8 +37,9 @@ CODECS = (
     *("rvq-4", "rvq-2", "affine-4", "rabitq", "tc-2.05"),
     *("rvq-4,frame=post", "affine-4,frame=post", "rabitq,frame=post"),  # keys as cached: no rotation at each look
     *("k=rvq-2+2:nocenter,v=rvq-4:nocenter", "k=rabitq:nocenter,v=rvq-4:nocenter"),  # without means, as kernel functions take them
+    *("vecinfer-2", "commvq-2", "qjl"),  # codewords for several entries, signs of projections
 )
-WITH_GPU = ("vecinfer-1",)  # a CPU takes minutes to find the words of so many rows
+WITH_GPU = ("vecinfer-1",)  # whose codes a kernel function takes; without a GPU that is a minute of MLX operations
 MLX_BITS, TORCH = (8, 4), (2, 5)
 PREFILL_DIM = 128  # largest D of the prefill kernels
 GIVEN = "float64 attention to the rows given"

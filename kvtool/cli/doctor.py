@@ -69,6 +69,7 @@ def examine() -> dict[str, Any]:
         return report
     from kvtool.model import default_dtype
     from veloxquant_mlx import native
+    from veloxquant_mlx.codecs import CODECS
 
     report["dtype"] = default_dtype() or report["dtype"]
     report["native"] = {
@@ -77,6 +78,7 @@ def examine() -> dict[str, Any]:
         "level": native.level() if native.built() else None,
         "levels": native.levels(),
         "threads": native.threads() if native.built() else None,
+        "codecs": [codec.id for codec in CODECS.values() if codec.read_natively] if native.built() else [],
     }
     # It attends on a CPU alone: a GPU's user misses nothing without it.
     if not native.built() and mx.default_device() == mx.cpu:
@@ -103,7 +105,7 @@ def _native_line(native: dict[str, Any] | None) -> str:
         return "unknown without MLX"
     if not native["built"]:
         return "not built"
-    found = f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}"
+    found = f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}; reads {', '.join(native['codecs'])}"
     return found if native["in_use"] else f"built, not in use ({found})"
 
 

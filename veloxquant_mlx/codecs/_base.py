@@ -51,7 +51,8 @@ class Codec(ABC):
     """One way to store the keys or the values of a layer. Instances are equal when they encode and decode alike."""
 
     id: ClassVar[str]
-    maps: ClassVar[bool] = False  # whether its reader takes `Mapped` parts, for the native back end to read; none of them are tables
+    maps: ClassVar[bool] = False  # whether its reader takes `Mapped` parts, for the native back end to read
+    read_natively: ClassVar[bool] = True  # whether the native back end attends to its codes
 
     @property
     def tokens_together(self) -> int:

@@ -67,6 +67,7 @@ class CommVq(Codec):
     first: int = 0
     dims: int | None = None
     id: ClassVar[str] = "commvq"
+    maps: ClassVar[bool] = True
 
     @property
     def grows(self) -> bool:

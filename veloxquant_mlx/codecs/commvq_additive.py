@@ -60,6 +60,7 @@ class CommVqAdditive(Codec):
     dim: int | None = None
     tables: AdditiveTables | None = field(default=None, compare=False, repr=False)
     id: ClassVar[str] = "additive"
+    maps: ClassVar[bool] = True
 
     @classmethod
     def parse(cls, text: str, role: RoleName) -> Codec | None:
@@ -243,10 +244,10 @@ class CommVqAdditive(Codec):
         if not self.carry:
             return self._own_reader
         stages = np.array(self.stages)
-        mean, stage = np.array(parts["mean"]), np.array(parts["stage"])
+        mean, stage = np.array(parts["mean"][...]), np.array(parts["stage"][...])
         if (stage >= stages[:, None]).any():
             raise ManifestError(f"[{self.id}] part 'stage' must be below {self.stages} head by head, but got {stage.max(axis=1).tolist()}.")
-        full = {name: _wide(np.array(parts[name]), np.array(parts[f"{name}_step"])) for name in ("back", "words")}
+        full = {name: _wide(np.array(parts[name][...]), np.array(parts[f"{name}_step"][...])) for name in ("back", "words")}
         for name, table in (("mean", mean), ("back_step", full["back"]), ("words_step", full["words"])):
             if not np.isfinite(table).all():
                 raise ManifestError(

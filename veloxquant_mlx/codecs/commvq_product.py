@@ -73,6 +73,7 @@ class CommVqProduct(Codec):
     first: int = 0
     dims: int | None = None
     id: ClassVar[str] = "commvq-product"
+    maps: ClassVar[bool] = True
 
     @property
     def grows(self) -> bool:
@@ -166,7 +167,7 @@ class CommVqProduct(Codec):
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         back = mx.array(np.argsort(self.order(shape[2])).astype(np.uint32))
         heads, _, dim = shape
-        table = parts["words"].reshape(-1, self.sub)
+        table = parts["words"][...].reshape(-1, self.sub)
         starts = (mx.arange(heads * dim // self.sub, dtype=mx.uint32) * WORDS).reshape(heads, 1, -1)
         out = mx.zeros(shape, dtype)
         for tokens in token_blocks(shape):

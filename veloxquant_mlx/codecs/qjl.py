@@ -63,6 +63,7 @@ class Qjl(Codec):
     center: bool = True
     seed: int = DEFAULT_SEED
     id: ClassVar[str] = "qjl"
+    maps: ClassVar[bool] = True
 
     @classmethod
     def parse(cls, text: str, role: RoleName) -> Codec | None:

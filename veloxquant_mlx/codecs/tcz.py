@@ -55,6 +55,7 @@ class Tcz(Codec):
     design: float | None = None
     tables: TczTables | None = field(default=None, compare=False, repr=False)
     id: ClassVar[str] = "tcz"
+    read_natively: ClassVar[bool] = False
 
     @classmethod
     def parse(cls, text: str, role: RoleName) -> Codec | None:

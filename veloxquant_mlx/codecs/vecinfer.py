@@ -70,6 +70,7 @@ class VecInfer(Codec):
     bits: int
     smooth: bool
     id: ClassVar[str] = "vecinfer"
+    maps: ClassVar[bool] = True
 
     @property
     def grows(self) -> bool:

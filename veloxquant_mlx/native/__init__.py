@@ -37,6 +37,15 @@ def available() -> bool:
     return _BUILT and not _off.get()
 
 
+def without_because(dim: int) -> str:
+    """Why rows of D = dim are MLX's to read on a CPU, or an empty text where they are the extension's."""
+    if not _BUILT:
+        return "the native back end was not built"
+    if _off.get():
+        return "the native back end is switched off"
+    return "" if dim <= max_dim() else f"the native back end takes a head_dim of up to {max_dim()}"
+
+
 @contextmanager
 def without() -> Iterator[None]:
     """Within the block, attention is MLX's."""
