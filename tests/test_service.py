@@ -151,6 +151,16 @@ def test_one_tenants_uploads_are_not_seen_or_paid_by_another(state: State, clien
     assert {entry.name for entry in store.objects.names()} == names
 
 
+def test_an_upload_of_a_tenant_that_is_removed_meanwhile_is_dropped(client: TestClient, state: State, tmp_path: Path) -> None:
+    def body() -> Iterator[bytes]:
+        yield b"x" * 1000
+        state.tenants = Tenants([BOB])
+        yield b"y" * 1000
+
+    assert client.put("/v1/objects/late", content=body()).status_code == 401
+    assert not files(tmp_path) and state.objects.unfinished() == 0
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -62,8 +62,9 @@ def command(
       kvtool serve --store prompts --tenants tenants.json
       KVTOOL_TOKEN=kvt_... kvtool import --store http://127.0.0.1:8700 --model M --prompt-file report.txt
     """
-    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
-        raise BackendError("the service needs fastapi and uvicorn, which are not installed", hint="pip install 'kvtool[serve]'")
+    lacking = [name for name in ("fastapi", "uvicorn", "httptools", "prometheus_client") if find_spec(name) is None]
+    if lacking:
+        raise BackendError(f"the service needs {' and '.join(lacking)}, not installed here", hint="pip install 'kvtool[serve]'")
     from kvtool.service.running import serve
     from kvtool.service.settings import Limits
     from kvtool.service.state import State

@@ -143,7 +143,7 @@ async def sent(objects: Objects, name: str, begin: int, end: int) -> AsyncIterat
     try:
         path = objects.path(name)
         if path is not None:
-            fd = await run_in_threadpool(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = await run_in_threadpool(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         position = begin
         while position < end:
             length = min(PART, end - position)
