@@ -377,3 +377,20 @@ def test_a_clock_that_jumps_takes_nothing_that_is_needed(tmp_path: Path, monkeyp
             tight = store_at(tmp_path, quota=taken(tmp_path / "store"))
             put(tight, ids(2 * CHUNK, seed=3))
             assert taken(tmp_path / "store") <= tight.room.quota and not tight.check().problems and not tight.check().lost  # type: ignore[operator]
+
+
+def test_what_a_new_object_follows_stays_for_it(tmp_path: Path) -> None:
+    """The end of a prompt comes when its beginning is what has been used the longest ago."""
+    store = store_at(tmp_path)
+    put(store, ids(CHUNK))
+    beginning = next(entry for entry in store.entries() if entry.kind == "chunk")
+    age(store, 3 * DAY)
+    put(store, ids(CHUNK, seed=2))
+    for entry in store.entries():
+        if entry.kind == "tail":
+            store.objects.remove(entry.name)
+    child = chunk_name("a" * 64, beginning.id, CHUNK, CHUNK)
+    assert store.room.free(1, child) > 0
+    assert [entry.name for entry in store.entries()] == [beginning.name]
+    # Without it the beginning would have gone; and where it alone is left, nothing goes.
+    assert store.room.free(1, child) == 0 and store.room.free(1, chunk_name("a" * 64, "b" * 64, CHUNK, CHUNK)) > 0
