@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import kvtool
 from formats.errors import IncompatibleError
 from kvtool.model import LoadedModel
+from kvtool.store import tending
 from kvtool.store.catalogue import Catalogue
 from kvtool.store.folder import Folder
 from kvtool.store.keys import chunk_name
@@ -394,3 +395,22 @@ def test_what_a_new_object_follows_stays_for_it(tmp_path: Path) -> None:
     assert [entry.name for entry in store.entries()] == [beginning.name]
     # Without it the beginning would have gone; and where it alone is left, nothing goes.
     assert store.room.free(1, child) == 0 and store.room.free(1, chunk_name("a" * 64, "b" * 64, CHUNK, CHUNK)) > 0
+
+
+def test_what_is_damaged_can_be_removed(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    report = put(store, ids(2 * CHUNK + 2))
+    path = next((tmp_path / "store" / "objects").glob("tails/*/*/*.kv"))
+    path.write_bytes(b"x" * 100)
+    assert store.remove(report.id) > 0 and not path.exists()
+    report = put(store, ids(2 * CHUNK + 2, seed=2))
+    path = next((tmp_path / "store" / "objects").glob("tails/*/*/*.kv"))
+    opened = tending.opened
+
+    def gone(objects: Any, name: str) -> Any:
+        path.unlink()
+        return opened(objects, name)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(IncompatibleError, match="removed meanwhile"):
+        patch.setattr(tending, "opened", gone)
+        store.remove(report.id)

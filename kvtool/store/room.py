@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from kvtool.store.catalogue import GRACE, Catalogue
@@ -131,18 +132,19 @@ class Room:
 
     def _evict(self, catalogue: Catalogue, need: int, keep: frozenset[str] = frozenset(), *, enough: int = 0) -> int:
         """Remove objects, the least worth first, until `need` bytes are free; none where all of them are less than `enough`."""
+        going = self._going(catalogue, keep) if need > 0 else iter(())
         chosen: list[tuple[str, int]] = []
-        total = 0
-        for name, size in self._going(catalogue, keep) if need > 0 else ():
-            chosen.append((name, size))
-            total += size
-            if total >= need:
-                break
+        total = freed = 0
+        while total < need and (one := next(going, None)) is not None:
+            chosen.append(one)
+            total += one[1]
         if total < enough:
             return 0
         self._listed = -FRESH
-        freed = 0
-        for name, size in chosen:
+        # What another process was quicker to remove is its own gain: more goes for it.
+        for name, size in chain(chosen, going):
+            if freed >= need:
+                break
             gone = self._remove(name, size)
             self.evicted, freed = self.evicted + (gone > 0), freed + gone
         return freed

@@ -1,10 +1,12 @@
 """What people do to single objects of a store, by the beginnings of their ids: pin, let go, remove."""
 
-from formats.errors import IncompatibleError
+import re
+
+from formats.errors import FormatError, IncompatibleError, IntegrityError
 from kvtool.store.catalogue import Catalogue, Held
 from kvtool.store.described import Descriptions
 from kvtool.store.keys import SHORT, Node, chain, chunk_name
-from kvtool.store.objects import Objects
+from kvtool.store.objects import Missing, Objects
 from kvtool.store.opening import opened
 from kvtool.store.room import Room
 
@@ -48,8 +50,16 @@ def _beside(objects: Objects, known: Descriptions, catalogue: Catalogue, node: N
     """The chunks, last first, that hold the first rows of an end as well, as other prompts would share them."""
     if not node.tail:
         return []
-    with opened(objects, node.name) as reader:
-        tokens, parent = reader.manifest.tokens, str(reader.manifest.extra["store"]["parent"])
+    try:
+        with opened(objects, node.name) as reader:
+            tokens, about = reader.manifest.tokens, reader.manifest.extra.get("store")
+    except (Missing, FileNotFoundError):
+        raise IncompatibleError(f"{node.id[:12]} was removed meanwhile") from None
+    except (IntegrityError, FormatError):
+        return []  # what is damaged does not say what lies beside it, and goes all the same
+    parent = about.get("parent") if isinstance(about, dict) else None
+    if not (isinstance(parent, str) and re.fullmatch("[0-9a-f]{64}", parent)):
+        return []
     root, found = catalogue.space(node), []
     chunk = next((space.chunk for space in known.spaces() if space.key[:SHORT] == root), node.tokens + 1)
     for i, key in enumerate(chain(parent, () if tokens is None else tokens.ids, chunk, objects.name_key)):
