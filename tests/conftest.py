@@ -1,5 +1,6 @@
 """Fixtures shared by the tests, and a header that says what they ran on."""
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,3 +93,22 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], tu
 
     with service(folder / "store", "--tenants", str(folder / "tenants.json")) as running:
         yield another
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a tmpfs with these options; or mounts it anew with others, such as read-only."""
+    place = tmp_path / "disk"
+
+    def mounted(options: str) -> Path:
+        kind = ["-t", "tmpfs"] if not place.exists() else []
+        place.mkdir(exist_ok=True)
+        command = ["mount", *kind, "-o", options, *(["tmpfs"] if kind else []), str(place)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert not done.returncode or kind, done.stderr
+        if done.returncode:
+            pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+        return place
+
+    yield mounted
+    subprocess.run(["umount", "-l", str(place)], capture_output=True)

@@ -3,40 +3,19 @@
 import errno
 import json
 import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import kvtool
 from kvtool.cli import run
-from kvtool.store.folder import Folder
 from kvtool.store.resuming import resume
 from kvtool.store.store import Store
 from tests.library import ids, tiny
 
 CHUNK = 64
-Mount = Callable[..., Path]
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Mounts a tmpfs with these options; or mounts it anew with others, such as read-only."""
-    place = tmp_path / "disk"
-
-    def mounted(options: str) -> Path:
-        kind = ["-t", "tmpfs"] if not place.exists() else []
-        place.mkdir(exist_ok=True)
-        command = ["mount", *kind, "-o", options, *(["tmpfs"] if kind else []), str(place)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert not done.returncode or kind, done.stderr
-        if done.returncode:
-            pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-        return place
-
-    yield mounted
-    subprocess.run(["umount", "-l", str(place)], capture_output=True)
+Mount = Callable[[str], Path]
 
 
 def put(store: Store, seed: int) -> None:
@@ -88,31 +67,6 @@ def test_a_disk_that_something_else_has_filled(mount: Mount, tmp_path: Path) -> 
     os.unlink(place / "filler")
     put(store, 1)
     assert usable(store, 1) == 3 * CHUNK
-
-
-def test_the_service_on_a_full_disk(mount: Mount) -> None:
-    pytest.importorskip("fastapi", reason="the extra serve is not installed")
-    from fastapi.testclient import TestClient
-
-    from kvtool.service.app import make_app
-    from kvtool.service.state import State
-
-    place = mount("size=2m")
-    state = State(Folder(place / "store"), None)
-    with TestClient(make_app(state), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
-        assert client.put("/v1/objects/a", content=bytes(1_500_000)).status_code == 201
-        for body in (bytes(1_000_000), iter([bytes(500_000)] * 2)):
-            answer = client.put("/v1/objects/b", content=body)
-            assert answer.status_code == 507 and "cause" not in answer.json()["error"] and str(place) not in answer.text
-        assert state.objects.unfinished() == 0 and client.get("/v1/objects/a").content == bytes(1_500_000)
-        assert client.delete("/v1/objects/a").status_code == 204
-        assert client.put("/v1/objects/b", content=bytes(1_000_000)).status_code == 201
-        state.objects.close()  # its lock is open for writing, which no read-only file system takes
-        mount("remount,ro")
-        answer = client.put("/v1/objects/c", content=b"x")
-        assert answer.status_code == 503 and str(place) not in answer.text
-        assert client.delete("/v1/objects/b").status_code == 503 and client.get("/v1/objects/b").status_code == 200
-        assert client.post("/v1/objects/used", json={"names": ["b"]}).status_code == 503
 
 
 def test_a_read_only_folder_is_read(mount: Mount, capsys: pytest.CaptureFixture[str]) -> None:
