@@ -352,6 +352,7 @@ class Reader:
         """Release the file; the mapping itself lives as long as an array that shows it."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
+            self._ahead.clear()
         with contextlib.suppress(BufferError):
             self._map.close()
 
