@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from veloxquant_mlx.metal._coded_attend import CodedOperand, coded_attend
+from veloxquant_mlx.metal._coded_attend import coded_attend
+from veloxquant_mlx.metal._coded_operand import CodedOperand
 
 # Of sums of at most some hundred float32 products; a score of 2^-20 of its terms moves a weight by as much.
 TOLERANCE = 4e-6
@@ -79,6 +80,7 @@ CASES = (
     CodedCase("bytes and six bits", table(8), table(6), rows=45),
     CodedCase("affine", affine(4), affine(4, per_token=True), rows=100),
     CodedCase("affine before RoPE, 80 channels", affine(4), affine(3, per_token=True), dim=80, rows=70, rope=True),
+    CodedCase("affine before RoPE, 128 channels", affine(4), affine(4, per_token=True), dim=128, queries=4, rows=90, first=7, rope=True),
     CodedCase("affine, odd groups", affine(2, 7), affine(8, 5, per_token=True), dim=48),
     CodedCase("affine, keys by token", affine(5, 16, per_token=True), affine(1), rope=True),
     CodedCase("float32", plain(mx.float32), plain(mx.float32)),
@@ -98,10 +100,37 @@ CASES = (
     CodedCase("one row", plain(mx.float16), plain(mx.float16), rows=1, queries=1),
     CodedCase("large scores", plain(mx.float32), plain(mx.float32), scale=300.0),
 )
+# What tensor cores take.
+TWO, AFFINE, BY_TOKEN = table(2, 2, mean=True, turned=True), affine(4), affine(4, per_token=True)
+TILES = (
+    CodedCase("tiles, rvq-4 before RoPE", RVQ4, VALUES, dim=128, queries=4, rows=40, first=3, rope=True),
+    CodedCase("tiles, rvq-4", RVQ4, VALUES, dim=128, queries=4, rows=40),
+    CodedCase(
+        "tiles, 2 bits, 3 splits", table(2, mean=True, turned=True), table(2), dim=128, heads=1, rows=70, first=5, rope=True, splits=8
+    ),
+    CodedCase(
+        "tiles, two stages, no mean", table(2, 2, turned=True), table(2, 2, turned=True), dim=128, queries=5, heads=4, rows=33, rope=True
+    ),
+    CodedCase("tiles, two stages", TWO, TWO, dim=128, queries=2, rows=33, first=1),
+    CodedCase("tiles, signs", table(1, mean=True, turned=True), VALUES, dim=128, queries=4, rows=40, first=1, rope=True),
+    CodedCase("tiles, affine", AFFINE, BY_TOKEN, dim=128, queries=4, rows=90, first=5),
+    CodedCase("tiles, halves", plain(mx.float16), plain(mx.float16), dim=128, queries=4, rows=50, first=1),
+    CodedCase("tiles, words of 4", words(4, 8, smooth=True), words(4, 8), dim=128, queries=1, rows=40, first=1),
+    CodedCase("tiles, words of 8", words(8, 8, smooth=True), words(8, 8, smooth=True), dim=128, queries=4, rows=40),
+    CodedCase("tiles, commvq product before RoPE", places(4), VALUES, dim=128, queries=4, rows=40, first=3, rope=True),
+    CodedCase("tiles, commvq product", places(4), BY_TOKEN, dim=128, queries=4, rows=40, first=3),
+    CodedCase("tiles, one row", plain(mx.float16), table(4), dim=128, heads=3, rows=1),
+)
 # Where there is a GPU: what fills one.
 LARGE = (
     CodedCase("rvq-4 before RoPE, long", RVQ4, VALUES, dim=128, heads=2, queries=4, rows=40000, first=5, rope=True),
     CodedCase("affine before RoPE, long", affine(4), affine(4, per_token=True), dim=128, heads=2, queries=4, rows=40000, rope=True),
+    CodedCase("rvq-4, long", RVQ4, VALUES, dim=128, heads=8, queries=4, rows=40000, first=5),
+    CodedCase("rvq-2+2 before RoPE, long", TWO, TWO, dim=128, heads=8, queries=4, rows=40000, rope=True),
+    CodedCase("affine, long", AFFINE, BY_TOKEN, dim=128, heads=8, queries=4, rows=40000),
+    CodedCase("vecinfer, long", words(4, 8, smooth=True), words(4, 8), dim=128, heads=8, queries=4, rows=40000),
+    CodedCase("halves, long", plain(mx.float16), plain(mx.float16), dim=128, heads=3, queries=12, rows=40000, first=1),
+    CodedCase("commvq before RoPE, long", places(4), VALUES, dim=128, heads=8, queries=4, rows=40000, rope=True),
     CodedCase("16 agents", table(4), VALUES, dim=64, heads=3, queries=32, rows=5000, mask="bool"),
 )
 

@@ -1,8 +1,8 @@
-"""The kernel of live caches on a CUDA machine: `python tests/h200_coded.py check|time|shapes|one [NAME]`.
+"""The kernel of live caches on a CUDA machine: `python tests/h200_coded.py check|tiles|time|shapes|one [NAME]`.
 
-check: the cases of tests/coded_cases.py, against float64.
+check: the cases of tests/coded_cases.py, against float64. tiles [SHARD OF]: those of tensor cores and the long ones, or a share of them.
 time: medians of one query a head, 32 query heads, 8 KV heads, 128 channels, beside MLX's float16 attention and a copy.
-shapes: the same of `rvq-4` before RoPE for other numbers of threads and splits.
+shapes: the same for other numbers of blocks.
 one: a single call of each, for a profiler.
 """
 
@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mlx.core as mx
 
-from tests.coded_cases import CASES, LARGE, CodedCase, problem
+from tests.coded_cases import CASES, LARGE, TILES, CodedCase, problem
 from tests.h200_attend import median
-from veloxquant_mlx.metal import _coded_attend
-from veloxquant_mlx.metal._coded_attend import CodedOperand, coded_attend
+from veloxquant_mlx.metal import _coded_tiles
+from veloxquant_mlx.metal._coded_attend import coded_attend
+from veloxquant_mlx.metal._coded_operand import CodedOperand
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHAPES = ((1, 131072), (8, 32768))
@@ -162,27 +163,31 @@ def measure(names: list[str]) -> None:
             del given
 
 
-def shapes() -> None:
-    """Not for use: what the constants of the launch should be."""
-    for batch, length in (SHAPES[0], (1, 4096)):
-        given = [make("rvq-4", batch, length) for _ in range(SETS)]
-        for warps, rows, groups in product((2, 4, 8), (2, 4), (264, 528, 1056, 2112)):
-            _coded_attend.WARPS, _coded_attend.MAX_ROWS, _coded_attend.GROUPS = warps, rows, groups
-            seconds, _ = median(lambda i, given=given: coded_attend(*given[i % SETS]), 24, 3)
-            print(f"  {length} tokens, {warps} warps, {rows} rows, {groups} groups: {seconds * 1e6:8.1f} us", flush=True)
+def shapes(names: list[str]) -> None:
+    """Not for use: how many blocks there should be, for (keys before RoPE, other keys)."""
+    for name, (batch, length) in product(names, (*SHAPES, (1, 4096))):
+        given = [make(name, batch, length) for _ in range(SETS)]
+        for blocks in (66, 132, 264, 528):
+            _coded_tiles.BLOCKS = blocks
+            seconds, _ = median(lambda i, given=given: coded_attend(*given[i % SETS]), 24, 5)
+            print(f"  {name:28}{batch} x {length:6} tokens, {blocks} blocks: {seconds * 1e6:8.1f} us", flush=True)
+        del given
 
 
 def main(words_: list[str]) -> int:
     names = words_[1:] or list(ROWS)
+    if words_[:1] == ["tiles"]:
+        shard, of = map(int, words_[1:] or ("0", "1"))
+        return 1 if check((*TILES, *LARGE)[shard::of]) else 0
     if words_[:1] not in (["check"], ["time"], ["shapes"], ["one"]) or not set(names) <= set(ROWS):
         print(__doc__, file=sys.stderr)
         return 2
     if words_[0] == "check":
-        return 1 if check((*CASES, *LARGE)) else 0
+        return 1 if check((*TILES, *CASES, *LARGE)) else 0
     if words_[0] == "time":
         measure(names)
     elif words_[0] == "shapes":
-        shapes()
+        shapes(names)
     else:
         for name in names:
             mx.eval(coded_attend(*make(name, 1, 131072)))

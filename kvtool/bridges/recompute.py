@@ -121,10 +121,7 @@ class Recompute:
     def words(self) -> list[str]:
         """What is recomputed, in words."""
         found = [f"{getattr(self, name)} {name} tokens" for name in ("first", "newest", "deviating") if getattr(self, name)]
-        if self.block is not None:
-            first, last = self.block[0], self.block[1] - 1
-            found.append(f"layer {first}" if first == last else f"layers {first} to {last}")
-        return found
+        return found + ([f"layers {self.block[0]} to {self.block[1] - 1}"] if self.block else [])
 
 
 def recomputed(

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from veloxquant_mlx.codecs._rotation import matrix
-from veloxquant_mlx.metal._coded_attend import CodedOperand
+from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.native.mapped import Mapped
 
 

@@ -36,7 +36,7 @@ from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs._rotation import factors, matrix, rotate, unrotate
 from veloxquant_mlx.metal._checks import power_of_two
-from veloxquant_mlx.metal._coded_attend import CodedOperand
+from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.native import converting, encoding
 
 ScaleKind = Literal["norm", "ls", "unbiased"]

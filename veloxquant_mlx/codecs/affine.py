@@ -51,7 +51,7 @@ from veloxquant_mlx.codecs._base import (
 )
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
-from veloxquant_mlx.metal._coded_attend import CodedOperand
+from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.native import converting, encoding
 
 Per = Literal["channel", "token"]

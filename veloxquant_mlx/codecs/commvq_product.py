@@ -48,7 +48,7 @@ from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layou
 from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.codecs.commvq import check_rotary
 from veloxquant_mlx.codecs.rvq import Rvq
-from veloxquant_mlx.metal._coded_attend import CodedOperand
+from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.metal._comm_vq import comm_vq_decode_metal
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
 from veloxquant_mlx.native import converting, searching

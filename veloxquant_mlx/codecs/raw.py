@@ -12,7 +12,7 @@ import mlx.core as mx
 from veloxquant_mlx import native
 from veloxquant_mlx.codecs._base import FLOATS, Codec, Frame, Given, Layout, RoleName, Shape
 from veloxquant_mlx.codecs._reading import RowReader, Tile
-from veloxquant_mlx.metal._coded_attend import CodedOperand
+from veloxquant_mlx.metal._coded_operand import CodedOperand
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, SMALLEST, Codec, Fr
 from veloxquant_mlx.codecs._bits import pack, packed_bytes, unpack
 from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.metal._attend import hadamard_matrix
-from veloxquant_mlx.metal._coded_attend import CodedOperand
+from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
 from veloxquant_mlx.native import converting, searching
 

@@ -7,13 +7,14 @@ rotation that a codec has put before its codes is the query's and the output's, 
 """
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import mlx.core as mx
 
+from veloxquant_mlx.metal import _coded_tiles
 from veloxquant_mlx.metal._attend_launch import FINISH
 from veloxquant_mlx.metal._checks import check_array, power_of_two, require
+from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.metal._kernel import Kernel, Template, dims
 
 MULTIPLE, MAX_DIM = 16, 256  # of head sizes
@@ -39,43 +40,6 @@ _MEMORY = "{space} float pool[POOL];\n{space} float k_table[KTABLE];\n{space} fl
 _CALL = """kvtool::coded_attend<D, LANES, RB, NSG, TURN, ROPE, MASKED>(
     q, angles, pair_signs, mask, dims, out, lse, k, v, pool, {place});"""
 _INPUTS = ("q", "angles", "pair_signs", "mask", "dims", *(f"{r}_{name}" for r in "kv" for name in ("a", "b", "c", "staged", "mean")))
-
-
-@dataclass(frozen=True, eq=False)
-class CodedOperand:
-    """Keys or values of one layer as the kernel reads them: row = (stored row) matrix, times smooth.
-
-    Fields:
-        form: "table", "affine", "plain", "words" (one table of vectors) or "places" (one for every place in a row).
-        shape: (H, S, D).
-        arrays: codes, and the form's other arrays; scales and zeros as bits of bfloat16.
-        constants: (name without the role's prefix, value) of the form.
-        staged: table that is copied to threadgroup memory, float32, or None.
-        mean: (H, D) float32 in the frame of the stored rows, added where a scale has no sign; or None.
-        matrix: (D, D) float32, or None.
-        signs: (D,) float32 where matrix is a Walsh-Hadamard transform and these signs, over sqrt(D).
-        smooth: (H, D) float32, or None.
-    """
-
-    form: str
-    shape: tuple[int, int, int]
-    arrays: tuple[mx.array, ...]
-    constants: tuple[tuple[str, bool | int | mx.Dtype], ...] = ()
-    staged: mx.array | None = None
-    mean: mx.array | None = None
-    matrix: mx.array | None = None
-    signs: mx.array | None = None
-    smooth: mx.array | None = None
-
-    @cached_property
-    def pair_signs(self) -> mx.array | None:
-        """Of channels that RoPE turns together, the product of both signs, (D / 2,)."""
-        if self.signs is None:
-            return None
-        half = self.shape[2] // 2
-        product = self.signs[:half] * self.signs[half:]
-        mx.eval(product)
-        return product
 
 
 def takes_dim(dim: int) -> bool:
@@ -129,6 +93,36 @@ def coded_attend(
         check_array(NAME, "mask", mask, (1 if mask.shape[0] == 1 else heads, queries, count), (mx.bool_, mx.float32))
     turn = angles is not None and k.signs is not None
     q = _query(q, k, turn) * math.log2(math.e)
+    if _coded_tiles.takes(k, v, angles is not None, mask is not None):
+        out, lse, splits = _coded_tiles.tiles(q, k, v, rows, angles, splits)
+    else:
+        out, lse, splits = _parts(q, k, v, rows, angles, mask, splits)
+    if splits > 1 or v.matrix is not None:
+        out, lse = FINISH(
+            [out, lse, _given(v.matrix), _dims(splits, int(v.matrix is not None))],
+            template=[("D", dim)],
+            grid=(heads * queries * dim, 1, 1),
+            threadgroup=(dim, 1, 1),
+            output_shapes=[(heads * queries, dim), (heads * queries,)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
+    out = out.reshape(heads, queries, dim)
+    return (out if v.smooth is None else out * v.smooth[:, None]), lse.reshape(heads, queries)
+
+
+def _parts(
+    q: mx.array,
+    k: CodedOperand,
+    v: CodedOperand,
+    rows: tuple[int, int, int],
+    angles: mx.array | None,
+    mask: mx.array | None,
+    splits: int | None,
+) -> tuple[mx.array, mx.array, int]:
+    """The same by the general kernel, see `_coded_tiles.tiles`."""
+    k_from, v_from, count = rows
+    heads, queries, dim = q.shape
+    turn = angles is not None and k.signs is not None
     lanes = 1 << max(0, (dim // ELEMENTS - 1).bit_length())
     block = math.ceil(queries / math.ceil(queries / MAX_ROWS))
     groups = heads * -(-queries // block)
@@ -158,17 +152,7 @@ def coded_attend(
         output_shapes=[(heads * queries, splits, dim), (heads * queries, splits)],
         output_dtypes=[mx.float32, mx.float32],
     )
-    if splits > 1 or v.matrix is not None:
-        out, lse = FINISH(
-            [out, lse, _given(v.matrix), _dims(splits, int(v.matrix is not None))],
-            template=[("D", dim)],
-            grid=(heads * queries * dim, 1, 1),
-            threadgroup=(dim, 1, 1),
-            output_shapes=[(heads * queries, dim), (heads * queries,)],
-            output_dtypes=[mx.float32, mx.float32],
-        )
-    out = out.reshape(heads, queries, dim)
-    return (out if v.smooth is None else out * v.smooth[:, None]), lse.reshape(heads, queries)
+    return out, lse, splits
 
 
 def _query(q: mx.array, k: CodedOperand, turn: bool) -> mx.array:

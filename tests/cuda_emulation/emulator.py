@@ -1,0 +1,104 @@
+"""CUDA kernels on an x86-64 CPU: the text, compiled by clang, with warps of fibers that meet at barriers, shuffles and matrix products.
+
+For the texts that keep PTX to the few functions of `decode_parts.cu` which warp.hpp writes in C++; no race or bound is checked.
+"""
+
+import ctypes
+import hashlib
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template
+
+HERE = Path(__file__).parent
+CACHE = HERE.parents[1] / ".cache" / "cuda_emulation"
+TYPES = {mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.int32: "int", mx.float16: "__half", mx.float32: "float"}
+COMPILER = shutil.which("clang++-19") or shutil.which("clang-19")
+FUNCTION = re.compile(
+    r"(?:template <[^>]*>\n)?(?:constexpr )?__device__ __forceinline__ [\w*]+ (decode_\w+)\((?:[^{};]*)\) \{\n.*?\n\}\n", re.DOTALL
+)
+# What warp.hpp has, and what it could not compile.
+REPLACED = ("decode_mma", "decode_transpose", "decode_columns", "decode_copy", "decode_commit", "decode_wait", "decode_exp2")
+REPLACED += ("decode_product", "decode_add_product", "decode_memory")
+BOUNDS = re.compile(r"#undef __global__\n#define __global__ [^\n]*\n")
+
+
+def unavailable() -> str | None:
+    """Why kernels cannot be emulated here, or None."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"the CUDA emulation runs on x86-64, not on {platform.machine()}"
+    return None if COMPILER else "the CUDA emulation needs clang 19 (Debian: apt-get install clang-19)"
+
+
+class EmulatedCuda:
+    """A launcher."""
+
+    def __call__(
+        self,
+        kernel: Kernel,
+        arrays: Sequence[mx.array],
+        template: Template,
+        grid: Size,
+        threadgroup: Size,
+        shapes: Shapes,
+        dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        given = [np.array(a) for a in arrays]
+        results = [np.full(shape, np.nan, np.dtype(str(dtype).split(".")[-1])) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        run = _compiled(text(kernel, [a.dtype for a in arrays], template, dtypes))
+        blocks = [-(-threads // group) for threads, group in zip(grid, threadgroup, strict=True)]
+        pointers = [a.ctypes.data_as(ctypes.c_void_p) for a in (*given, *results)]
+        run(blocks[0], blocks[1], threadgroup[0], *pointers)
+        return [mx.array(a) for a in results]
+
+
+def text(kernel: Kernel, inputs: Sequence[mx.Dtype], template: Template, outputs: Sequence[mx.Dtype]) -> str:
+    """The translation unit of one kernel."""
+    header = BOUNDS.sub("", kernel.header("cuda"))
+    header = FUNCTION.sub(lambda found: "" if found[1] in REPLACED else found[0], header)
+    named = [f"const {TYPES[d]}* {name}" for d, name in zip(inputs, kernel.inputs, strict=True)]
+    named += [f"{TYPES[d]}* {name}" for d, name in zip(outputs, kernel.outputs, strict=True)]
+    constants = [
+        f"using {key} = {TYPES[value]};" if isinstance(value, mx.Dtype) else f"constexpr auto {key} = {str(value).lower()};"
+        for key, value in template
+    ]
+    body = "\n".join(["emulated::run({blocks_x, blocks_y, 1}, threads, [&] {", *constants, kernel.cuda, "});"])
+    entry = f'extern "C" void entry(unsigned blocks_x, unsigned blocks_y, int threads, {", ".join(named)}) {{\n{body}\n}}\n'
+    return f'#include "{HERE / "warp.hpp"}"\n{header}\n{entry}'
+
+
+def _compiled(source: str) -> Any:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256((source + (HERE / "warp.hpp").read_text(encoding="utf-8")).encode()).hexdigest()[:24]
+    library = CACHE / f"{key}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            (Path(folder) / "a.cpp").write_text(source, encoding="utf-8")
+            command = [
+                COMPILER,
+                "-x",
+                "c++",
+                "-std=c++20",
+                "-O1",
+                "-w",
+                "-fPIC",
+                "-shared",
+                "-mf16c",
+                f"{folder}/a.cpp",
+                "-o",
+                f"{folder}/a.so",
+            ]
+            done = subprocess.run([*command, "-lstdc++", "-lm"], capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"the CUDA text does not compile:\n{done.stderr[:6000]}")
+            (Path(folder) / "a.so").replace(library)
+    return ctypes.CDLL(str(library)).entry

@@ -1,0 +1,176 @@
+// Keys of `coded_tiles` that are halves or vectors of a table. After coded_parts.cu.
+
+namespace kvtool {
+
+// Keys as cached, in halves.
+struct TilePlainKeys {
+  const __half* data;
+  bool aligned;
+
+  using Query = TileQuery<4, false>;
+  Query query;
+  float factor[2];
+  uint32_t x[2][16];
+
+  __device__ __forceinline__ void prepare() {
+    aligned = coded_aligned(data);
+  }
+  __device__ __forceinline__ void begin(const float* row, int, DecodeLane at) {
+    query.bring(row, at, factor);
+  }
+  __device__ __forceinline__ void load(int head, int rows, const int (&j)[2], DecodeLane at) {
+    ATTEND_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const __half* from = data + (size_t(head) * rows + j[i % 2]) * TILE_DIM + 64 * (i / 2) + 16 * at.t;
+      tile_halves<8>(x[i % 2] + 8 * (i / 2), from, aligned);
+    }
+  }
+
+  template <typename Next>
+  __device__ __forceinline__ void dots(float (&s)[2][2], const int (&)[2], DecodeLane, Next next) {
+    float c[4] = {};
+    ATTEND_UNROLL
+    for (int u = 0; u < 8; u++) {
+      const int from = u / 4 * 8 + u % 4;
+      const uint32_t a[4] = {x[0][from], x[1][from], x[0][from + 4], x[1][from + 4]};
+      query.multiply(c, u, a);
+    }
+    next();
+    ATTEND_UNROLL
+    for (int i = 0; i < 4; i++) {
+      s[i / 2][i % 2] = tile_whole(c[i]) * factor[i % 2];
+    }
+  }
+};
+
+// Keys of one table of vectors of SUB channels, 4 or 8, codes of a byte.
+template <int SUB>
+struct TileWordKeys {
+  const uint8_t* codes;
+  const float* table;
+  bool aligned;
+
+  using Query = TileQuery<4, false>;
+  Query query;
+  float own;
+  float factor[2];
+  uint32_t code[2][2];  // 4 or 2 codes of each half of a row
+
+  __device__ __forceinline__ void prepare() {
+    tile_fill_words<0, SUB>(table, own);
+    aligned = coded_aligned(codes);
+  }
+  __device__ __forceinline__ void begin(const float* row, int, DecodeLane at) {
+    query.bring(row, at, factor);
+  }
+  __device__ __forceinline__ void load(int head, int rows, const int (&j)[2], DecodeLane at) {
+    constexpr int BYTES = 16 / SUB;
+    ATTEND_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const uint8_t* from = codes + ((size_t(head) * rows + j[i % 2]) * 8 + 4 * (i / 2) + at.t) * BYTES;
+      coded_words<BYTES>(&code[i % 2][i / 2], from, aligned);
+    }
+  }
+
+  template <typename Next>
+  __device__ __forceinline__ void dots(float (&s)[2][2], const int (&)[2], DecodeLane at, Next next) {
+    float c[4] = {};
+    ATTEND_UNROLL
+    for (int half = 0; half < 2; half++) {
+      ATTEND_UNROLL
+      for (int x = 0; x < 2; x++) {
+        uint4 word[4];
+        ATTEND_UNROLL
+        for (int i = 0; i < 4; i++) {
+          word[i] = tile_word<0, SUB>(code[i % 2][half], SUB == 4 ? i / 2 * 2 + x : i / 2, SUB == 4 ? 0 : x, at);
+        }
+        const uint32_t near0[4] = {word[0].x, word[1].x, word[2].x, word[3].x};
+        const uint32_t near1[4] = {word[0].y, word[1].y, word[2].y, word[3].y};
+        const uint32_t rest0[4] = {word[0].z, word[1].z, word[2].z, word[3].z};
+        const uint32_t rest1[4] = {word[0].w, word[1].w, word[2].w, word[3].w};
+        query.multiply(c, 4 * half + 2 * x, near0);
+        query.multiply(c, 4 * half + 2 * x, rest0);
+        query.multiply(c, 4 * half + 2 * x + 1, near1);
+        query.multiply(c, 4 * half + 2 * x + 1, rest1);
+      }
+    }
+    next();
+    ATTEND_UNROLL
+    for (int i = 0; i < 4; i++) {
+      s[i / 2][i % 2] = tile_whole(c[i]) * (factor[i % 2] * own);
+    }
+  }
+};
+
+// Keys of a table of vectors of 4 channels, in halves, for every place of a row of every head.
+template <bool ROPE>
+struct TilePlaceKeys {
+  const uint8_t* codes;
+  const __half* table;
+  const float* angles;
+  bool aligned;
+
+  using Query = TileQuery<4, false>;
+  Query query;
+  int head;
+  float factor[2];
+  uint32_t code[2][2];
+
+  __device__ __forceinline__ void prepare() {
+    aligned = coded_aligned(codes) && coded_aligned(table);
+  }
+  __device__ __forceinline__ void begin(const float* row, int head_, DecodeLane at) {
+    head = head_;
+    query.bring(row, at, factor);
+  }
+  __device__ __forceinline__ void load(int head_, int rows, const int (&j)[2], DecodeLane at) {
+    ATTEND_UNROLL
+    for (int i = 0; i < 4; i++) {
+      coded_words<4>(&code[i % 2][i / 2], codes + (size_t(head_) * rows + j[i % 2]) * 32 + 16 * (i / 2) + 4 * at.t, aligned);
+    }
+  }
+
+  template <typename Next>
+  __device__ __forceinline__ void dots(float (&s)[2][2], const int (&from_start)[2], DecodeLane at, Next next) {
+    uint32_t word[8][4];  // products, (bit 3, row)
+    ATTEND_UNROLL
+    for (int i = 0; i < 16; i++) {
+      const int half = i / 8;
+      const int entry = i / 2 % 4;  // bits 3 and 2
+      const int r = i % 2;
+      const uint32_t number = code[r][half] >> (8 * entry) & 255u;
+      const size_t from = ((size_t(head) * 32 + 16 * half + 4 * at.t + entry) * 256 + number) * 4;
+      uint32_t pairs[2];
+      coded_words<8>(pairs, reinterpret_cast<const uint8_t*>(table + from), aligned);
+      word[4 * half + entry % 2 * 2][entry / 2 * 2 + r] = pairs[0];
+      word[4 * half + entry % 2 * 2 + 1][entry / 2 * 2 + r] = pairs[1];
+    }
+    next();
+    float c[4] = {};
+    if (ROPE) {
+      float y[8][2][4];
+      ATTEND_UNROLL
+      for (int i = 0; i < 32; i++) {
+        const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word[i / 4][i % 4]));
+        y[i / 4][i / 2 % 2][i % 2 * 2] = pair.x;
+        y[i / 4][i / 2 % 2][i % 2 * 2 + 1] = pair.y;
+      }
+      ATTEND_UNROLL
+      for (int i = 0; i < 4; i++) {
+        Query::rotate(y, i / 2, i % 2, angles + size_t(from_start[i % 2]) * TILE_DIM, nullptr, at);
+      }
+      query.dots(c, y);
+    } else {
+      ATTEND_UNROLL
+      for (int u = 0; u < 8; u++) {
+        query.multiply(c, u, word[u]);
+      }
+    }
+    ATTEND_UNROLL
+    for (int i = 0; i < 4; i++) {
+      s[i / 2][i % 2] = tile_whole(c[i]) * factor[i % 2];
+    }
+  }
+};
+
+}  // namespace kvtool
