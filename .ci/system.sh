@@ -15,6 +15,7 @@ have_openblas() {
 arm_wanted() { [ "$(uname -sm)" = "Linux x86_64" ]; }
 have_redis() { command -v redis-server >/dev/null || command -v valkey-server >/dev/null; }
 have_chromium() { command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; }
+have_nginx() { command -v nginx >/dev/null || [ -x /usr/sbin/nginx ]; }
 have_clang() { [ "$(uname -sm)" != "Linux x86_64" ] || command -v clang-19 >/dev/null; }
 
 check() {
@@ -27,6 +28,8 @@ check() {
   ! arm_wanted || command -v qemu-aarch64 >/dev/null || missing="$missing qemu-user"
 }
 
+# Named alone: its package would start a web server on this machine.
+have_nginx || note "no nginx; the tests then skip the service behind a proxy" nginx-light
 check
 [ -n "$missing" ] || exit 0
 if [ -r /etc/debian_version ] && [ "$(id -u)" = 0 ]; then

@@ -19,7 +19,7 @@ from formats.manifest import ITEM_BYTES, CacheInfo, LayerInput, Manifest, Tokens
 from kvtool.binding import Binding, bind, layer_sources, own_moments
 from kvtool.calibrations import Calibration, Shelf, is_calibrated, resolve, shelf_of
 from kvtool.capturing import Snapshot, vocabulary
-from kvtool.compat import check_identity, check_layers, check_ropes, check_rows, identity_problems, not_compared
+from kvtool.compat import OTHER_MODEL, check_identity, check_layers, check_ropes, check_rows, identity_problems, not_compared
 from kvtool.decoding import Decoder
 from kvtool.encoding import Encoder, codec_plan
 from kvtool.identifying import check_live
@@ -377,7 +377,7 @@ class Archive:
             raise IncompatibleError(
                 f"holds token id {largest}, but {model.info.name} has ids 0 to {size - 1}",
                 path=self.path,
-                hint="the file is of another model",
+                hint=OTHER_MODEL,
             )
 
     def states(self, probes: Sequence[CacheProbe], casts: list[str]) -> Iterator[CacheState]:

@@ -13,7 +13,7 @@ from kvtool.identity_config import config_digest, differences
 from kvtool.probe import CacheProbe
 from veloxquant_mlx.transfer.rope import RopeSpec
 
-OTHER_SHAPES = "the file is of another model; kvtool explain says whether a map carries it over"
+OTHER_MODEL = "the file is of another model; kvtool explain says whether a map carries it over"
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ def check_layers(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheP
     """Raise IncompatibleError where the file's layer table does not fit the model's, naming the layer and each field that differs."""
     problems = layer_problems(layers, probes)
     if len(layers) != len(probes):
-        raise IncompatibleError(problems[0], path=path, hint=OTHER_SHAPES)
+        raise IncompatibleError(problems[0], path=path, hint=OTHER_MODEL)
     if problems:
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
-        raise IncompatibleError(f"does not fit the model: {'; '.join(problems[:6])}{more}", path=path, hint=OTHER_SHAPES)
+        raise IncompatibleError(f"does not fit the model: {'; '.join(problems[:6])}{more}", path=path, hint=OTHER_MODEL)
 
 
 def layer_problems(layers: Sequence[CacheInfo], probes: Sequence[CacheProbe]) -> list[str]:

@@ -144,6 +144,8 @@ def test_by_command(tmp_path: Path, tiny_a: LoadedModel, tiny_d: LoadedModel, ca
     assert "--from-model goes with --map" in capsys.readouterr().err
     assert run(command[:-2]) == 5
     told = capsys.readouterr().err
+    assert run(["eval", str(tmp_path / "a.kv"), "--model", TINY_D, "--text", __file__]) == 5
+    assert "kvtool explain says whether a map carries it over" in capsys.readouterr().err
     assert "keys alone move only between models that share a tokenizer" in told and "--map MAP --from-model A" in told
 
 

@@ -111,6 +111,20 @@ def test_is_attention_to_the_decoded_rows(level: str, spec: str) -> None:
             assert_close(out.reshape(*shape, -1), lse.reshape(shape), q, reference, plain, bias[..., 3 : 3 + block.count])
 
 
+@pytest.mark.parametrize(("spec", "dim", "rope"), [("tc-4", 128, "half"), ("tc-3", 72, "partial"), ("tc-1.25:carry", 64, "half")])
+def test_components_of_many_tokens(level: str, spec: str, dim: int, rope: str) -> None:
+    """Enough that codes are looked up in tables of sums together; whole, and from within a block on, to its last tokens."""
+    whole = made(spec, dim, rope, 1100)
+    for block, count in ((whole, 1), (whole.kept(7 + 45, 7 + 1100), 5)):
+        q = queries(count, dim=dim)
+        out, lse = block.attend(stacked(q, 2), Visibility.of("causal", 6, 2, count, block.count), 0, 64)
+        with native.without():
+            plain = [np.array(x) for x in block.rows()]
+        _, bias = bias_of("causal", count, block.count, 0)
+        reference = [x[:, block.first - 7 : block.stop - 7] for x in rows_of_block(whole)]
+        assert_close(out.reshape(6, count, -1), lse.reshape(6, count), q, reference, plain, bias)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 64])
 def test_any_number_of_queries(level: str, rows: int) -> None:
     """Blocks of queries are 1, 2 and 4 wide, and filled up."""

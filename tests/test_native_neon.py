@@ -30,7 +30,8 @@ def cases() -> list[Case]:
     dims, ropes = (64, 80, 96, 128), ("none", "half", "partial")
     sizes = [dims[i % 4] if takes(spec, dims[i % 4]) else 128 for i, spec in enumerate(SPECS)]
     plain = [Case(made(spec, sizes[i], ropes[i % 3], 90), (1, 3)[i % 2]) for i, spec in enumerate(SPECS)]
-    return plain + [Case(made(spec, 80, "half", 90), 3, seen) for seen in range(4) for spec in ("rvq-4", "tc-2")]
+    masked = [Case(made(spec, 80, "half", 90), 3, seen) for seen in range(4) for spec in ("rvq-4", "tc-2")]
+    return plain + masked + [Case(made("tc-3", 72, "partial", 1090), 1)]  # enough tokens for tables of components
 
 
 @needs_arm

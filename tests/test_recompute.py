@@ -245,6 +245,7 @@ def test_plans() -> None:
     assert Recompute.parse("deviating=5", 100).block == recompute.LOOK and Recompute.parse("layers=0-3", 9).goes_on_from == 0
     assert [Recompute.parse(f"layers=0-{n},first=1", 9).goes_on_from for n in (1, 2, 3)] == [0, 2, 3]
     assert plan.words() == ["4 first tokens", "10 newest tokens", "5 deviating tokens", "layers 2 to 3"]
+    assert Recompute.parse("layers=0-1", 9).words() == ["layer 0"]
 
 
 def test_shares_of_blocks_and_chosen_tokens(tiny_b: LoadedModel) -> None:

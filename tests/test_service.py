@@ -5,14 +5,8 @@ import errno
 import json
 import logging
 import os
-import signal
-import socket
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from importlib import import_module
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +25,8 @@ from kvtool.service.settings import Limits
 from kvtool.service.state import State
 from kvtool.service.tenants import Tenant, Tenants, made
 from kvtool.store.folder import Folder
-from kvtool.store.served import Served
 from kvtool.store.store import Store
 from tests.library import ids, renamed, tiny
-from tests.service_running import service
 
 ANA, ANAS = made("ana")
 BOB, BOBS = made("bob", ["read", "operate"])
@@ -307,54 +299,7 @@ def test_a_full_and_a_failing_disk(client: TestClient, tmp_path: Path, monkeypat
     assert client.put("/v1/objects/a", content=b"x").status_code == 201
 
 
-# --- on a socket
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    folder = tmp_path_factory.mktemp("service")
-    tenants_file.write(folder / "tenants.json", [ANA, BOB])
-    with service(folder / "store", "--tenants", str(folder / "tenants.json")) as found:
-        yield found, folder
-
-
-def raw(port: int, head: str, body: bytes = b"") -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", port), timeout=20)
-    sock.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
-    return sock
-
-
-def test_a_client_that_goes_away_leaves_nothing(running: tuple[Any, Path]) -> None:
-    found, folder = running
-    sock = raw(
-        found.port,
-        f"PUT /v1/objects/gone HTTP/1.1\nHost: localhost\nAuthorization: Bearer {ANAS}\nContent-Length: 1000000\n",
-        b"x" * 500_000,
-    )
-    deadline = time.monotonic() + 10
-    while not files(folder) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert files(folder), "the body was never received"
-    sock.close()
-    while files(folder) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not files(folder)
-    while not any("/v1/objects/gone" in line for line in found.said) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.2)
-    assert not any("Traceback" in line for line in found.said), "".join(found.said)
-
-
-def test_a_body_longer_than_its_length_is_no_second_request(running: tuple[Any, Path]) -> None:
-    found, _ = running
-    head = f"PUT /v1/objects/short HTTP/1.1\nHost: localhost\nAuthorization: Bearer {ANAS}\nContent-Length: 3\nConnection: close\n"
-    with raw(found.port, head, b"abcdef") as sock:
-        answer = b""
-        while data := sock.recv(1 << 16):
-            answer += data
-    assert answer.startswith(b"HTTP/1.1 201") and answer.count(b"HTTP/1.1") == 1
-    assert Served(found.address, ANAS).read("short") == b"abc"
-    Served(found.address, ANAS).remove("short")
+# --- sides that stop
 
 
 def test_who_takes_nothing_is_let_go(tmp_path: Path) -> None:
@@ -392,136 +337,6 @@ def test_an_object_that_goes_while_it_is_read_breaks_the_answer_off(
     with caplog.at_level(logging.ERROR, "kvtool.service"):
         assert client.get("/v1/objects/gone").content == b""
     assert "broke off" in caplog.text and "Traceback" not in caplog.text
-
-
-def test_the_next_run_without_tenants_has_the_objects_of_the_one_before(tmp_path: Path) -> None:
-    for _ in range(2):
-        with service(tmp_path / "store") as run:
-            (token,) = [line.split()[-1] for line in run.said if "the token of this run" in line]
-            served = Served(run.address, token)
-            held = served.size("a")
-            served.write("a", b"1")
-            served.close()
-    assert held == 1
-
-
-def test_where_it_cannot_listen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        arguments = ["serve", "--store", str(tmp_path / "s"), "--no-tokens", "--port", str(taken.getsockname()[1])]
-        assert run(arguments) == 1
-    assert "cannot listen at 127.0.0.1" in capsys.readouterr().err
-    (tmp_path / "x.pem").touch()
-    assert run([*arguments, "--tls-cert", str(tmp_path / "x.pem"), "--tls-key", str(tmp_path / "x.pem")]) == 2
-    assert "x.pem" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://127.0.0.1:abc", "http://127.0.0.1:0", "http://u:secret@h"])
-def test_addresses_that_are_none(address: str) -> None:
-    with pytest.raises(ValueError, match=r"HOST\[:PORT\]") as caught:
-        Served(address, "t")
-    assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("token", ["kvt_secret\nx", "kvt_secr\u20ac", "kvt secret"])
-def test_a_token_that_is_none_is_not_shown(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "t").write_text(token, encoding="utf-8")
-    for name, value in (("KVTOOL_TOKEN", token), ("KVTOOL_TOKEN_FILE", str(tmp_path / "t"))):
-        monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match="visible ASCII") as caught:
-            Served("http://127.0.0.1:1")
-        assert "secr" not in str(caught.value)
-
-
-def test_a_server_of_another_kind_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Answer:
-        data, status = b"<html>", 200
-
-        def json(self) -> object:
-            return json.loads(self.data)
-
-    served, answer = Served("http://127.0.0.1:1", "t"), Answer()
-    monkeypatch.setattr(served, "_ask", lambda *args, **more: answer)
-    for data in (b"<html>", b"[]", b"{}", b'{"salt": 3}', b'{"salt": "00"}'):
-        answer.data = data
-        for ask in (lambda: served.name_key, lambda: list(served.names()), lambda: served.sizes(["a"])):
-            with pytest.raises(OSError, match="is it a kvtool serve"):
-                ask()
-    for data in (
-        b'{"objects": [{"name": "a"}], "next": null}',
-        b'{"objects": [{"name": "a", "size": "x", "used": 1}], "next": null}',
-        b'{"objects": [{"name": "a", "size": 1e999, "used": 1}], "next": null}',
-        b'{"objects": 7, "next": null}',
-        b'{"objects": [], "next": ""}',
-        b'{"objects": [], "next": 3}',
-        b'{"sizes": 3}',
-        b'{"sizes": []}',
-        b'{"sizes": ["1"]}',
-        b'{"sizes": [true]}',
-    ):
-        answer.data = data
-        for ask in (lambda: list(served.names()), lambda: served.sizes(["a"]), lambda: served.page("", "", 5)):
-            with pytest.raises(OSError, match="is it a kvtool serve"):
-                ask()
-    answer.data = b"0123456789"  # a proxy that gives all where a range was asked for
-    assert served.read("a", 2, 3) == b"234"
-
-
-def test_a_client_of_the_store(running: tuple[Any, Path]) -> None:
-    found, _ = running
-    served = Served(found.address, ANAS)
-    assert served.name_key == bytes.fromhex(ANA.salt)
-    with pytest.raises(PermissionError, match="bearer token"):
-        Served(found.address, "kvt_wrong").size("a")
-    with pytest.raises(PermissionError, match="may not write"):
-        Served(found.address, BOBS).write("a", b"x")
-    for address in ("http://u:p@127.0.0.1:1", "http://127.0.0.1:1/?x=1", "ftp://x", "http://"):
-        with pytest.raises(ValueError, match="must be http"):
-            Served(address)
-
-
-def test_stop_lets_requests_end(tmp_path: Path) -> None:
-    """SIGTERM while an object is sent: it is sent to its end, and the process ends by itself."""
-    data = os.urandom(30_000_000)
-    with service(tmp_path / "store", "--no-tokens") as found:
-        Served(found.address).write("big", data)
-        with raw(found.port, "GET /v1/objects/big HTTP/1.1\nHost: localhost\n") as sock:
-            got = sock.recv(1000)
-            found.process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-            while len(got) < len(data) and (more := sock.recv(1 << 20)):
-                got += more
-        assert got.endswith(data[-1000:])
-        assert found.process.wait(20) == 0
-
-
-def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate, key = _certificate(tmp_path)
-    with service(tmp_path / "store", "--no-tokens", "--tls-cert", str(certificate), "--tls-key", str(key)) as found:
-        assert found.address.startswith("https://")
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        assert Served(found.address).write("a", b"x") and Served(found.address).read("a") == b"x"
-        monkeypatch.delenv("SSL_CERT_FILE")
-        with pytest.raises(ConnectionError, match="certificate"):
-            Served(found.address).size("a")
-
-
-def _certificate(folder: Path) -> tuple[Path, Path]:
-    x509 = pytest.importorskip("cryptography.x509", reason="the extra encryption is not installed")
-    hashes, serialization, ec = (
-        import_module(f"cryptography.hazmat.primitives.{name}") for name in ("hashes", "serialization", "asymmetric.ec")
-    )
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
-    now = datetime.now(UTC)
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - timedelta(1), now + timedelta(1))
-    alternatives = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-    made = builder.add_extension(alternatives, False).sign(key, hashes.SHA256())
-    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    plain = serialization.NoEncryption()
-    (folder / "key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
-    return folder / "cert.pem", folder / "key.pem"
 
 
 # --- prompts
@@ -575,22 +390,6 @@ def test_explain_names_what_differs(client: TestClient, state: State) -> None:
     asked["model"]["adapter"] = "2" * 64
     assert len(client.post("/v1/lookup", json=asked).json()["found"]) == 1
     assert len(client.post("/v1/lookup", json={"tokens": ids(CHUNK)}).json()["found"]) == 2
-
-
-def test_a_store_over_the_service(running: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two clients with folders of their own share one service; what one put the other goes on from."""
-    found, _ = running
-    model, tokens = tiny("qwen3"), ids(2 * CHUNK + 5)
-    monkeypatch.setenv("KVTOOL_TOKEN", ANAS)
-    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "one"))
-    with Store(found.address, chunk=CHUNK) as store:
-        store.put(kvtool.capture(model, tokens), codec="raw")
-    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "two"))
-    with Store(found.address, chunk=CHUNK) as store:
-        restored = store.load([*tokens, 1, 2], model)
-        assert restored is not None and restored.usable == len(tokens)
-        assert not store.check().problems
-        store.remove(store.entries()[-1].id)
 
 
 # --- figures and logs
@@ -649,16 +448,6 @@ def test_nothing_larger_than_the_quota_is_taken(client: TestClient, state: State
     for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
         assert client.put("/v1/objects/a", content=body).status_code == 413
     assert not files(tmp_path) and client.put("/v1/objects/a", content=b"x" * 1000).status_code == 201
-
-
-def test_a_file_that_is_no_object_breaks_no_listing(running: tuple[Any, Path]) -> None:
-    found, folder = running
-    place = folder / "store" / "objects" / ANA.folder
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "Not A Name").write_bytes(b"1")
-    with Store(Served(found.address, ANAS)) as store:
-        assert isinstance(store.entries(), list)
-    (place / "Not A Name").unlink()
 
 
 def test_the_document_has_every_route(client: TestClient) -> None:

@@ -18,7 +18,7 @@ from kvtool.service.tenants import made
 from kvtool.store.served import Served
 from tests import store_servers
 from tests.service_running import Running, service
-from tests.test_service import _certificate
+from tests.test_service_process import make_certificate
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
@@ -43,7 +43,7 @@ http {{
 @pytest.fixture
 def proxied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[tuple[str, Running]]:
     """An address, and the service behind it."""
-    certificate, _ = _certificate(tmp_path)
+    certificate, _ = make_certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     tenants_file.write(tmp_path / "tenants.json", [ANA])
     how = getattr(request, "param", ("--tenants", str(tmp_path / "tenants.json")))

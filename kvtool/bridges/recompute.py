@@ -121,7 +121,10 @@ class Recompute:
     def words(self) -> list[str]:
         """What is recomputed, in words."""
         found = [f"{getattr(self, name)} {name} tokens" for name in ("first", "newest", "deviating") if getattr(self, name)]
-        return found + ([f"layers {self.block[0]} to {self.block[1] - 1}"] if self.block else [])
+        if self.block is not None:
+            first, last = self.block[0], self.block[1] - 1
+            found.append(f"layer {first}" if first == last else f"layers {first} to {last}")
+        return found
 
 
 def recomputed(

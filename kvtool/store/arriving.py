@@ -131,9 +131,9 @@ class Fetching:
         self._pool.shutdown()
 
     def stop(self) -> None:
-        """Fetch nothing more."""
+        """Fetch nothing more; a request that is under way ends by itself, and finds no file."""
         self._stopped = True
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for file in self.files.values():
             file.fail(InterruptedError("fetching was given up"))
 

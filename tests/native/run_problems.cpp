@@ -151,10 +151,10 @@ void problem(const Level& level, Pool& pool, Input& in, FILE* to) {
   p.mask = mask ? masks.data() : nullptr;
   p.padded_rows = p.rows < 3 ? p.rows : (p.rows + 3) / 4 * 4;
   p.dim = (p.keys.dim + 15) / 16 * 16, p.dim_v = (p.values.dim + 15) / 16 * 16;
-  p.chunk = 64, p.chunks = (p.count + p.chunk - 1) / p.chunk;
+  p.span = p.count < 1024 ? 32 : 1088;
+  p.chunk = 2 * p.span, p.chunks = (p.count + p.chunk - 1) / p.chunk;
   const int heads = p.keys.heads;
   const bool predicted = p.values.mix;
-  p.span = 32;
   const size_t every = size_t(heads) * p.padded_rows;
   const size_t scratch = predicted ? level.attend_components_scratch(p) : level.attend_scratch(p);
   std::vector<float> a, b, c, d, e, f, out(size_t(heads) * p.rows * p.values.dim), lse(size_t(heads) * p.rows), total(lse.size());

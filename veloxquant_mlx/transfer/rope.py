@@ -377,6 +377,8 @@ def _native_rows(
     ours, theirs = (np.zeros(spec.dims // 2) if s is None else np.array(s.frequencies) for s in (source, target))
     if at is to or np.array_equal(at, to):
         turns = [(to, theirs - ours)]
+    elif np.array_equal(ours, theirs):
+        turns = [(to - at, ours)]
     else:
         turns = [(to, theirs), (at, ours)]
     phases = tuple(converting.phases(positions, frequencies) for positions, frequencies in turns)

@@ -25,7 +25,7 @@ bool in_registers(const Problem& p) {
   return keys.step && !keys.by_token && keys.stages == 1 && keys.dim % 32 == 0 && keys.group % together == 0 && p.k_from % together == 0;
 }
 
-// cos and sin of 16 tokens, turned, to C and S.
+// cos and sin of ANGLES tokens, turned, to C and S.
 void fold(const Problem& p, float* turned) {
   const float* signs = p.keys.signs;
   for (int d = 0; d < p.half; d++) {

@@ -229,7 +229,7 @@ void first_stages(const Rows& rows, const Turned* words, int t, float* x) {
         const Lookup<SECOND> other(rows.stage[1].table);
         for (int i = 0; i < POINTS; i++) v[i] += other.of(codes_at<SECOND>({words[1].at + t, words[1].row}, (d + i) * SECOND));
       });
-    combine<POINTS>(v);
+    combine<POINTS>(v, DifferenceOfProduct());
     for (int i = 0; i < POINTS; i++) store(x + (d + i) * W, v[i]);
   }
 }
@@ -327,7 +327,9 @@ void tile_rows(
 void turn_angles(const Problem& p, int token, int count, float* out) {
   const int row = 2 * p.half, bytes = row * 4;
   const auto bytes_of = [&](int64_t at) { return reinterpret_cast<const uint8_t*>(p.angles + at * row); };
+  Ahead ahead{bytes_of(token), bytes_of(token + count), 3 * bytes * ANGLES};
   for (int t = 0; t < count; t += ANGLES, out += row * ANGLES) {
+    ahead.next(), ahead.piece = bytes * ANGLES;
     const int some = count - t < ANGLES ? count - t : ANGLES;
     turn_rows(bytes_of(token + t), bytes_of(p.count), bytes, bytes, some, reinterpret_cast<uint32_t*>(out), ANGLES);
   }

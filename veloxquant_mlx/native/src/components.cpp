@@ -4,12 +4,15 @@
 //     v[t]   = size[t] R^T z[t] + mix^T y~[t] + v_mean              z: of the values; y~: those of the keys of all heads
 //     out[r] = R^T sum_t w size[t] z[t] / l + mix^T sum_t w y~[t] / l + v_mean,     w = e^(s - m)
 //
-// Keys before RoPE are built in tiles of 32 tokens, for their rotation needs them; of keys as cached the query takes the basis.
+// Keys before RoPE are built, for their rotation needs them: by tables of many tokens (grouped.hpp), by products of tiles of 32; of keys as
+// cached the query takes the basis.
 // A component's tokens lie beside each other, so that all sums over tokens are products of rows. All heads are one call's, for they share y~.
 #include "components.hpp"
+#include "grouped.hpp"
 #include "problem.hpp"
 #include "products.hpp"
 #include "simd.hpp"
+#include "words.hpp"
 
 namespace kvtool {
 namespace KVTOOL_INSIDE {
@@ -20,25 +23,37 @@ void add_predicted(const Problem& p, int head, const float* sums, float* out);
 
 namespace {
 
-// Components that are decoded before they are summed: in a core's nearest cache.
-constexpr int BATCH = 16;
+// Components that are decoded before they are summed, and tokens of them: in a core's nearest cache.
+constexpr int BATCH = 16, PART = 512;
+constexpr int64_t DECODED = PART + 2 * TOGETHER;  // a row of them
 
-int64_t decoded_row(const Problem& p) { return p.span + 2 * TOGETHER; }
+// Tokens from which on tables are worth making.
+constexpr int MANY = 1024;
 
-// Scores of one head's queries with `count` tokens, rows of `span`.
+// f(start, count) for parts of a span.
+template <class F>
+void by_parts(int count, F f) {
+  for (int t = 0; t < count; t += PART) f(t, count - t < PART ? count - t : PART);
+}
+
+void scale_rows(const float* scale, int rows, int size, float* x, int64_t row) {
+  for (int r = 0; r < rows; r++)
+    for (int i = 0; i < size; i += W) store(x + r * row + i, load(x + r * row + i) * scale[r]);
+}
+
+// Scores of one head's queries with `count` tokens, at most PART, rows of `span`.
 void score(const Problem& p, int head, int token, int count, float* y, float* scores) {
   alignas(64) float x[TILE * MAX_DIM];
   const Rows& keys = p.keys;
   const int *first = keys.components.first + head, from = p.k_from + token, size = first[1] - first[0], R = p.padded_rows;
-  const int64_t row = decoded_row(p);
-  decode_components(keys.components, first[0], first[1], from, count, y, row);
+  decode_components(keys.components, first[0], first[1], from, count, y, DECODED);
   const float* q = p.turned + int64_t(head) * R * p.dim;
   const int width = padded(count);
-  const Matrix of{y + from % TOGETHER, row};
+  const Matrix of{y + from % TOGETHER, DECODED};
   if (p.angles) {
     for (int t = 0; t < count; t += TILE) {
       const int own = count - t < TILE ? count - t : TILE;
-      rows_from_components(keys, head, {of.at + t, row}, x);
+      rows_from_components(keys, head, {of.at + t, DECODED}, x);
       rope(p, token + t, own, x);
       dots({q, p.dim}, R, {x, p.dim}, p.dim, padded(own), scores + t, p.span);
     }
@@ -51,28 +66,26 @@ void score(const Problem& p, int head, int token, int count, float* y, float* sc
 }
 
 // What of the values is their own: z += sum over tokens of w size z, `weights` of one head.
-void add_own(const Problem& p, int head, int token, int count, const float* weights, const float* fade, float* scratch, float* sums) {
+void add_own(const Problem& p, int head, int token, int count, const float* weights, float* scratch, float* sums) {
   const Rows& values = p.values;
   const int from = p.v_from + token, width = padded(count), *first = values.components.first + head;
-  const int64_t row = decoded_row(p);
-  float *scaled = scratch, *z = scaled + p.rows * p.span, *size = z + BATCH * row;
+  float *scaled = scratch, *z = scaled + p.rows * PART, *size = z + BATCH * DECODED;
   decode_component(values.sizes, head, from, count, size);
   for (int r = 0; r < p.rows; r++)
-    for (int t = 0; t < width; t += W) store(scaled + r * p.span + t, load(weights + r * p.span + t) * load(size + from % TOGETHER + t));
+    for (int t = 0; t < width; t += W) store(scaled + r * PART + t, load(weights + r * p.span + t) * load(size + from % TOGETHER + t));
   for (int i = first[0]; i < first[1]; i += BATCH) {
-    decode_components(values.components, i, i + BATCH < first[1] ? i + BATCH : first[1], from, count, z, row);
-    add_dots({scaled, p.span}, p.rows, {z + from % TOGETHER, row}, width, BATCH, fade, sums + i - first[0], p.dim_v);
+    decode_components(values.components, i, i + BATCH < first[1] ? i + BATCH : first[1], from, count, z, DECODED);
+    add_dots({scaled, PART}, p.rows, {z + from % TOGETHER, DECODED}, width, BATCH, sums + i - first[0], p.dim_v);
   }
 }
 
 // What they are predicted from: sums over tokens of w y~ for the queries of all heads.
-void add_shared(const Problem& p, int token, int count, const float* weights, const float* fade, float* y, float* sums) {
+void add_shared(const Problem& p, int token, int count, const float* weights, float* y, float* sums) {
   const Components& c = p.keys.components;
   const int every = c.first[p.keys.heads], from = p.k_from + token, width = padded(count);
-  const int64_t row = decoded_row(p);
   for (int i = 0; i < every; i += BATCH) {
-    decode_components(c, i, i + BATCH < every ? i + BATCH : every, from, count, y, row);
-    add_dots({weights, p.span}, p.keys.heads * p.rows, {y + from % TOGETHER, row}, width, BATCH, fade, sums + i, padded(every));
+    decode_components(c, i, i + BATCH < every ? i + BATCH : every, from, count, y, DECODED);
+    add_dots({weights, p.span}, p.keys.heads * p.rows, {y + from % TOGETHER, DECODED}, width, BATCH, sums + i, padded(every));
   }
 }
 
@@ -84,15 +97,19 @@ size_t attend_components_scratch(const Problem& p) {
     const int own = p.keys.components.first[head + 1] - p.keys.components.first[head];
     most = own > most ? own : most;
   }
-  // Weights of all heads and what a filled-up block of queries writes behind them; scaled weights; components; sizes; fades.
-  return size_t(p.keys.heads + 1) * (p.rows + 3) * (p.span + 1) + (p.rows + 3) * p.span + (most + 1) * decoded_row(p) + 64;
+  // Weights of all heads and what a filled-up block of queries writes behind them, fades, turned angles; scaled weights, components, sizes.
+  const size_t weights = (p.keys.heads * p.rows + 3) * p.span, angles = 2 * p.half * (p.span + TILE);
+  const size_t parts = (p.rows + 3) * PART + (most + 1) * DECODED, groups = groups_scratch(p);
+  return weights + p.keys.heads * p.rows + 16 + angles + (parts > groups ? parts : groups);
 }
 
 void attend_components(const Problem& p, int chunk, float* scratch) {
   const int H = p.keys.heads, R = p.padded_rows, every = padded(p.keys.components.first[H]);
   const int begin = chunk * p.chunk, end = begin + p.chunk < p.count ? begin + p.chunk : p.count;
+  const int64_t angle_row = p.span + TILE;
   float* shared = p.shared + int64_t(chunk) * H * p.rows * every;
-  float *weights = scratch, *fade = weights + (H * p.rows + 3) * p.span, *rest = fade + (H * p.rows + 15) / 16 * 16;
+  float *weights = scratch, *fade = weights + (H * p.rows + 3) * p.span, *turns = fade + (H * p.rows + 15) / 16 * 16;
+  float* rest = turns + 2 * p.half * angle_row;
   memset(shared, 0, sizeof(float) * H * p.rows * every);
   int lowest = p.count, highest = 0;
   for (int r = 0; r < p.rows; r++) {
@@ -107,17 +124,26 @@ void attend_components(const Problem& p, int chunk, float* scratch) {
   for (int token = begin; token < end; token += p.span) {
     if (token + p.span <= lowest || token >= highest) continue;
     const int count = end - token < p.span ? end - token : p.span, width = padded(count);
+    const bool tabled = p.angles && GROUPED && count >= MANY;
+    if (tabled) {
+      auto bytes_of = [&](int64_t t) { return reinterpret_cast<const uint8_t*>(p.angles + t * 2 * p.half); };
+      turn_rows(bytes_of(token), bytes_of(p.count), 8 * p.half, 8 * p.half, count, reinterpret_cast<uint32_t*>(turns), angle_row);
+    }
     for (int head = 0; head < H; head++) {
       float *own = weights + head * p.rows * p.span, *fades = fade + head * p.rows;
       float* state = p.states + (int64_t(head) * p.chunks + chunk) * 3 * R;
-      score(p, head, token, count, rest, own);
+      float* sums = p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v;
+      if (!tabled || !score_groups(p, head, token, count, turns, angle_row, rest, own))
+        by_parts(count, [&](int t, int n) { score(p, head, token + t, n, rest, own + t); });
       for (int r = 0; r < p.rows; r++) {
         fades[r] = softmax(p, head, r, token, count, width, own + r * p.span, state[r], state[R + r]);
         state[2 * R + r] = state[R + r];  // every row has the mean
       }
-      add_own(p, head, token, count, own, fades, rest, p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v);
+      scale_rows(fades, p.rows, p.dim_v, sums, p.dim_v);
+      by_parts(count, [&](int t, int n) { add_own(p, head, token + t, n, own + t, rest, sums); });
     }
-    add_shared(p, token, count, weights, fade, rest, shared);
+    scale_rows(fade, H * p.rows, every, shared, every);
+    by_parts(count, [&](int t, int n) { add_shared(p, token + t, n, weights + t, rest, shared); });
   }
 }
 

@@ -305,7 +305,8 @@ void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
       float* sums = p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v;
       float* most = p.states + (int64_t(head) * p.chunks + chunk) * 3 * R;
       float *total = most + R, *with_mean = most + 2 * R, *scale = rest, *centred = scale + span.wide;
-      span.ahead = ahead_of(values, head, p.v_from + span.token, span.count, span.count / 64 + 1);
+      const int pieces = span.count / (in_registers(p) ? AT_ONCE * W : 64) + 1;
+      span.ahead = ahead_of(values, head, p.v_from + span.token, span.count, pieces);
       score(p, span, turns, rest, weights);
       if (values.scale) scales_of(values, head, p.v_from + span.token, span.count, scale, centred);
       for (int r = 0; r < R; r++) {

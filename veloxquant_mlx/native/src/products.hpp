@@ -15,9 +15,9 @@ struct Matrix {
   int64_t row;
 };
 
-// out[r][t] = <a[r], b[t]> for RB rows of a and `count` of b, a multiple of W / RB; with a fade it is added to fade[r] out[r][t].
+// out[r][t] = <a[r], b[t]> for RB rows of a and `count` of b, a multiple of W / RB, or added to what is there.
 template <int RB, bool ADD>
-void some_dots(Matrix a, Matrix b, int size, int count, const float* fade, float* out, int64_t row) {
+void some_dots(Matrix a, Matrix b, int size, int count, float* out, int64_t row) {
   // As many accumulators as a vector has lanes, so that their sums are one vector.
   constexpr int TB = W / RB;
   for (int t = 0; t < count; t += TB) {
@@ -36,7 +36,7 @@ void some_dots(Matrix a, Matrix b, int size, int count, const float* fade, float
     for (int r = 0; r < RB; r++) {
       float* to = out + r * row + t;
       if constexpr (ADD)
-        for (int j = 0; j < TB; j++) to[j] = to[j] * fade[r] + together[r * TB + j];
+        for (int j = 0; j < TB; j++) to[j] += together[r * TB + j];
       else
         memcpy(to, together + r * TB, TB * sizeof(float));
     }
@@ -44,24 +44,23 @@ void some_dots(Matrix a, Matrix b, int size, int count, const float* fade, float
 }
 
 template <bool ADD>
-void dots_of(Matrix a, int rows, Matrix b, int size, int count, const float* fade, float* out, int64_t row) {
+void dots_of(Matrix a, int rows, Matrix b, int size, int count, float* out, int64_t row) {
   for (int r = 0; r < rows;) {
     const int left = rows - r, step = left >= 4 ? 4 : left >= 2 ? 2 : 1;
     const Matrix own{a.at + r * a.row, a.row};
-    const float* faded = ADD ? fade + r : nullptr;
-    if (step == 4) some_dots<4, ADD>(own, b, size, count, faded, out + r * row, row);
-    if (step == 2) some_dots<2, ADD>(own, b, size, count, faded, out + r * row, row);
-    if (step == 1) some_dots<1, ADD>(own, b, size, count, faded, out + r * row, row);
+    if (step == 4) some_dots<4, ADD>(own, b, size, count, out + r * row, row);
+    if (step == 2) some_dots<2, ADD>(own, b, size, count, out + r * row, row);
+    if (step == 1) some_dots<1, ADD>(own, b, size, count, out + r * row, row);
     r += step;
   }
 }
 
 // Of all rows of a. `count` rows of b are a multiple of 16, `size` is one of W.
 inline void dots(Matrix a, int rows, Matrix b, int size, int count, float* out, int64_t row) {
-  dots_of<false>(a, rows, b, size, count, nullptr, out, row);
+  dots_of<false>(a, rows, b, size, count, out, row);
 }
-inline void add_dots(Matrix a, int rows, Matrix b, int size, int count, const float* fade, float* out, int64_t row) {
-  dots_of<true>(a, rows, b, size, count, fade, out, row);
+inline void add_dots(Matrix a, int rows, Matrix b, int size, int count, float* out, int64_t row) {
+  dots_of<true>(a, rows, b, size, count, out, row);
 }
 
 // out[r] = fade[r] from[r] + sum over t of weights[r, t] x[t]: DB vectors of RB rows, from entry d on.

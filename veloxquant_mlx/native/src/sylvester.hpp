@@ -6,16 +6,31 @@ namespace kvtool {
 namespace KVTOOL_INSIDE {
 namespace {
 
+// a - b, and the same where sums and products have units of their own: those of products would idle among sums and differences alone.
+struct Difference {
+  template <class T>
+  T operator()(T a, T b) const { return a - b; }
+};
+struct DifferenceOfProduct {
+  V operator()(V a, V b) const {
+#if defined(__AVX512F__)
+    return (V)_mm512_fnmadd_ps((__m512)b, _mm512_set1_ps(1), (__m512)a);
+#else
+    return a - b;
+#endif
+  }
+};
+
 // Sylvester's matrix of size N times N vectors. A template for each step, for a loop of loops would not stay in registers.
-template <int N, int STEP = 1, class T>
-inline __attribute__((always_inline)) void combine(T* v) {
+template <int N, int STEP = 1, class T, class Minus = Difference>
+inline __attribute__((always_inline)) void combine(T* v, Minus minus = {}) {
   if constexpr (STEP < N) {
     for (int i = 0; i < N; i++)
       if (!(i & STEP)) {
         T a = v[i], b = v[i + STEP];
-        v[i] = a + b, v[i + STEP] = a - b;
+        v[i] = a + b, v[i + STEP] = minus(a, b);
       }
-    combine<N, 2 * STEP>(v);
+    combine<N, 2 * STEP>(v, minus);
   }
 }
 

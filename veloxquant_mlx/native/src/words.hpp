@@ -25,11 +25,11 @@ struct Ahead {
   }
 };
 
-// W rows of W words, turned; the first `count` of the result are stored.
-inline void turn_block(const uint8_t* const* rows, int count, uint32_t* out, int64_t row) {
+// W rows of W words, `apart` bytes apart, turned; the first `count` of the result are stored.
+inline void turn_block(const uint8_t* rows, int64_t apart, int count, uint32_t* out, int64_t row) {
 #if defined(__AVX512F__)
   __m512i x[16], y[16];
-  for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(rows[i]);
+  for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(rows + i * apart);
   for (int i = 0; i < 16; i += 2) y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
   for (int i = 0; i < 16; i += 4)
     for (int j = 0; j < 2; j++) {
@@ -46,7 +46,7 @@ inline void turn_block(const uint8_t* const* rows, int count, uint32_t* out, int
   for (int j = 0; j < count; j++) _mm512_storeu_si512(out + j * row, x[j]);
 #elif defined(__AVX2__)
   __m256i x[8], y[8];
-  for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_si256((const __m256i*)rows[i]);
+  for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_si256((const __m256i*)(rows + i * apart));
   for (int i = 0; i < 8; i += 2) y[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
   for (int i = 0; i < 8; i += 4)
     for (int j = 0; j < 2; j++) {
@@ -58,28 +58,42 @@ inline void turn_block(const uint8_t* const* rows, int count, uint32_t* out, int
   for (int j = 0; j < count; j++) _mm256_storeu_si256((__m256i*)(out + j * row), y[j]);
 #else
   for (int j = 0; j < count; j++)
-    for (int i = 0; i < W; i++) memcpy(out + j * row + i, rows[i] + 4 * j, 4);
+    for (int i = 0; i < W; i++) memcpy(out + j * row + i, rows + i * apart + 4 * j, 4);
 #endif
+}
+
+// Rows of N words one after another.
+template <int N>
+void turn_narrow(const uint8_t* from, int count, uint32_t* out, int64_t width) {
+  typedef uint32_t Word __attribute__((may_alias, aligned(1)));
+  const Word* __restrict words = reinterpret_cast<const Word*>(from);
+  uint32_t* __restrict to = out;
+  for (int t = 0; t < count; t++)
+    for (int k = 0; k < N; k++) to[k * width + t] = words[N * t + k];
+  for (int t = count; t < padded(count); t++)
+    for (int k = 0; k < N; k++) to[k * width + t] = words[N * (count - 1) + k];
 }
 
 // The words of `count` rows of `bytes` bytes, `row` bytes apart: word k of row t at out[k width + t]. Up to the next multiple of 16 rows
 // repeat the last one.
 inline void turn_rows(const uint8_t* from, const uint8_t* end, int64_t row, int bytes, int count, uint32_t* out, int64_t width) {
   const int words = (bytes + 3) / 4;
-  uint8_t last[W][4 * W];
-  for (int t = 0; t < padded(count); t += W) {
+  if (row == bytes && bytes == 8) return turn_narrow<2>(from, count, out, width);
+  if (row == bytes && bytes == 16) return turn_narrow<4>(from, count, out, width);
+  for (int t = 0; t < padded(count); t += W)
     for (int k = 0; k < words; k += W) {
-      const uint8_t* rows[W];
-      for (int i = 0; i < W; i++) {
-        rows[i] = from + (t + i < count ? t + i : count - 1) * row + 4 * k;
-        if (end - rows[i] >= 4 * W) continue;
-        const int left = bytes - 4 * k < 4 * W ? bytes - 4 * k : 4 * W;
-        memset(last[i], 0, 4 * W), memcpy(last[i], rows[i], left);
-        rows[i] = last[i];
+      const uint8_t* at = from + t * row + 4 * k;
+      const int some = words - k < W ? words - k : W;
+      if (t + W <= count && end - at >= (W - 1) * row + 4 * W) {
+        turn_block(at, row, some, out + k * width + t, width);
+        continue;
       }
-      turn_block(rows, words - k < W ? words - k : W, out + k * width + t, width);
+      // What ends before a vector does, or before W rows.
+      uint8_t last[W][4 * W] = {};
+      for (int i = 0; i < W; i++)
+        memcpy(last[i], t + i < count ? at + i * row : from + (count - 1) * row + 4 * k, bytes - 4 * k < 4 * W ? bytes - 4 * k : 4 * W);
+      turn_block(last[0], 4 * W, some, out + k * width + t, width);
     }
-  }
 }
 
 }  // namespace
