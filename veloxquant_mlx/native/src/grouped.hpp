@@ -101,15 +101,16 @@ inline void index_components(const Components& c, const Groups& g, int first, in
   }
 }
 
-// Where an entry is among those that are packed to words: an instruction takes four numbers of one vector and then of the next.
-constexpr int place_of(int entry) { return (entry & 32) + (entry & 4) * 4 + (entry & 24) / 2 + (entry & 3); }
-
-// Every member's points by the index that its code is in, ENTRIES each, in that order.
+// Every member's points by the index that its code is in, ENTRIES each. They are packed to words by an instruction that takes four numbers
+// of one vector and then of the next, so place 16 v + i of 32 has entry 8 (i / 4) + 4 v + i % 4.
 inline void entries_of(const Components& c, const Groups& g, float* points) {
-  for (int m = 0; m < g.begin[g.count]; m++, points += ENTRIES)
-    for (int e = 0; e < ENTRIES; e++) {
-      const int i = g.member[m], code = e >> g.shift[m] & ((1 << c.bits[i]) - 1);
-      points[place_of(e)] = c.points[c.table[i] + code];
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  for (int m = 0; m < g.begin[g.count]; m++)
+    for (int v = 0; v < ENTRIES / W; v++, points += W) {
+      const int i = g.member[m];
+      const __m512i entry = _mm512_add_epi32(lane, _mm512_set1_epi32(v / 2 * 32 + v % 2 * 4));
+      const __m512i code = _mm512_srl_epi32(entry, _mm_cvtsi32_si128(g.shift[m])), mask = _mm512_set1_epi32((1 << c.bits[i]) - 1);
+      _mm512_storeu_ps(points, _mm512_i32gather_ps(_mm512_and_si512(code, mask), c.points + c.table[i], 4));
     }
 }
 
@@ -117,14 +118,12 @@ inline void entries_of(const Components& c, const Groups& g, float* points) {
 inline void steps_of(const Rows& rows, const Groups& g, const float* points, float* step) {
   const int dim = padded(rows.dim);
   for (int d = 0; d < dim; d += W) store(step + d, V{});
-  for (int m = 0; m < g.begin[g.count]; m++, points += ENTRIES) {
-    float most = 0;
-    for (int e = 0; e < ENTRIES; e++) most = __builtin_fabsf(points[e]) > most ? __builtin_fabsf(points[e]) : most;
+  for (int m = 0; m < g.begin[g.count]; m++) {
+    __m512 most = _mm512_setzero_ps();
+    for (int v = 0; v < ENTRIES / W; v++, points += W) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(points)));
+    const float weight = _mm512_reduce_max_ps(most) / LARGEST_SUM;
     const float* basis = rows.basis + int64_t(g.member[m]) * dim;
-    for (int d = 0; d < dim; d += W) {
-      const V x = load(basis + d);
-      store(step + d, load(step + d) + (x < V{} ? -x : x) * (most / LARGEST_SUM));
-    }
+    for (int d = 0; d < dim; d += W) store(step + d, load(step + d) + (V)_mm512_abs_ps((__m512)load(basis + d)) * weight);
   }
 }
 
