@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from formats.container import tensor_array
 from formats.errors import KVError
 from formats.examine import examine
@@ -43,7 +45,7 @@ def check(path: str | os.PathLike[str], progress: Callable[[int, int], None] | N
             done = 0
             if inside:
                 # Not closed here: the traceback of a problem may still show a part of it.
-                data = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+                data = np.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ), np.uint8)
                 for info in inside:
                     try:
                         tensor_array(data, info)

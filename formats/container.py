@@ -15,16 +15,17 @@ import mmap
 import os
 import shlex
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import blake3
 import numpy as np
 import zstandard
 
+from formats.alike import Outline
 from formats.atomic import AtomicFile, atomic_write
 from formats.errors import CompressionError, DigestError, KVError, LayoutError, PaddingError
 from formats.examine import (
@@ -34,6 +35,7 @@ from formats.examine import (
     TensorInfo,
     examine,
     header_digest,
+    outline,
     padded,
     reference_problems,
     tensor_json,
@@ -51,7 +53,7 @@ _SAMPLE = 1 << 16
 _MAX_WINDOW = 1 << 27
 _THREADED = 1 << 20  # bytes from which threads hash faster than one does
 _SMALL = 1 << 20  # bytes of tensors that may wait to be written, besides the largest
-_AHEAD = 1 << 18  # bytes from which another thread's hashing is worth its hand-over
+AHEAD = 1 << 18  # bytes from which another thread's hashing is worth its hand-over
 _READERS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)  # threads that hash
 
 
@@ -314,18 +316,25 @@ class Reader:
     """An open file: manifest and tensor table at once, tensors on demand. A context manager.
 
     The file stays readable while it is replaced or unlinked. Arrays that were handed out stay valid after `close`.
+
+    Args:
+        path: the file.
+        like: `outline()` of a file whose header this one's may be alike.
+    Attributes:
+        alike: whether it was.
     """
 
+    there: ClassVar[bool] = True  # all of the file is, not a part of it
     path: str
     manifest: Manifest
     tensors: dict[str, TensorInfo]
     file_bytes: int
     header_bytes: int
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], like: Outline | None = None) -> None:
         self.path = os.fspath(path)
         with self._naming(), opened(self.path) as (fd, size):
-            found = examine(fd, size)
+            found = examine(fd, size, like)
             if found.problems:
                 raise found.problems[0]
             # parse either gave the manifest or a problem.
@@ -333,8 +342,9 @@ class Reader:
             self.manifest = found.manifest
             self.tensors = found.tensors
             self.file_bytes = size
-            self.header_bytes = found.header_bytes
+            self.header_bytes, self.alike = found.header_bytes, found.alike
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)  # what arrays are views of
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[str, Future[None]] = {}
 
@@ -348,13 +358,21 @@ class Reader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def outline(self) -> Outline | None:
+        """What files that say the same but for digests, tokens and positions have in common with this one, where that can be told."""
+        return outline(self._map[: self.header_bytes], self.manifest, self.tensors)
+
     def close(self) -> None:
         """Release the file; the mapping itself lives as long as an array that shows it."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
             self._ahead.clear()
-        with contextlib.suppress(BufferError):
+        if hasattr(self, "_bytes"):
+            del self._bytes
+        try:
             self._map.close()
+        except BufferError:  # an array shows it
+            self._bytes = np.frombuffer(self._map, np.uint8)
 
     def verify_ahead(self, names: Sequence[str], threads: ThreadPoolExecutor | None = None) -> None:
         """Begin to compare digests of tensors, in threads and in this order; `array` waits for that of the tensor it is asked for.
@@ -363,7 +381,7 @@ class Reader:
             names: keys of `tensors` that will be asked for soon. Small ones are left to `array`.
             threads: the threads, which are the caller's to end; None for this reader's own.
         """
-        large = [self.tensors[name] for name in names if self.tensors[name].padded >= _AHEAD]
+        large = [self.tensors[name] for name in names if self.tensors[name].padded >= AHEAD]
         if large and threads is None:
             threads = self._threads = self._threads or verifying_threads()
         for info in large:
@@ -372,7 +390,7 @@ class Reader:
 
     def compare(self, info: TensorInfo) -> None:
         """Raise DigestError unless the stored bytes of a tensor have the digest that is recorded."""
-        check_digest(self._map, info)
+        check_digest(self._bytes, info)
 
     def array(self, name: str, *, verify: bool = True) -> np.ndarray:
         """One tensor in its logical shape, read-only: a view of the mapped file, or decompressed if it is zstd.
@@ -386,11 +404,20 @@ class Reader:
             KeyError: no such tensor.
             IntegrityError: digest, padding or zstd frame is wrong.
         """
-        with self._naming():
+        try:
             ahead = self._ahead.pop(name, None) if verify else None
             if ahead is not None:
                 ahead.result()
-            return tensor_array(self._map, self.tensors[name], verify=verify and ahead is None)
+            return tensor_array(self._bytes, self.tensors[name], verify=verify and ahead is None)
+        except KVError:
+            with self._naming():
+                raise
+
+    def check(self, names: Iterable[str]) -> None:
+        """Compare the digests of some tensors. Errors as `array`."""
+        with self._naming():
+            for name in names:
+                check_digest(self._bytes, self.tensors[name])
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[Defect]:
         """Read every tensor with its checks, one at a time, and return those that fail.
@@ -426,21 +453,23 @@ def open_container(path: str | os.PathLike[str]) -> Reader:
     return Reader(path)
 
 
-def check_digest(data: "mmap.mmap | memoryview", info: TensorInfo, threads: int = 1) -> None:
+def check_digest(data: np.ndarray, info: TensorInfo, threads: int = 1) -> None:
     """Raise DigestError unless the stored bytes of a tensor have the digest that is recorded."""
-    stored = np.frombuffer(data, np.uint8, info.padded, info.offset)
+    stored = data[info.offset : info.offset + info.padded]
     digest = blake3.blake3(stored.data, max_threads=threads).hexdigest()
     if digest != info.blake3:
         raise DigestError(f"tensor {info.name!r} has digest {digest}, recorded is {info.blake3}")
 
 
-def tensor_array(data: "mmap.mmap | memoryview", info: TensorInfo, *, verify: bool = True) -> np.ndarray:
+def tensor_array(data: np.ndarray, info: TensorInfo, *, verify: bool = True) -> np.ndarray:
     """One tensor out of the bytes of a file; see `Reader.array`."""
     if info.bytes == 0 and info.padded == 0:
         return np.zeros(info.shape, NUMPY[info.dtype])
     if verify:
         check_digest(data, info, blake3.blake3.AUTO if info.padded >= _THREADED else 1)
-    stored = np.frombuffer(data, np.uint8, info.padded, info.offset)
+    if info.encoding == "none" and info.padded == info.bytes and info.dtype != "BOOL":
+        return data[info.offset : info.offset + info.bytes].view(NUMPY[info.dtype]).reshape(info.shape)
+    stored = data[info.offset : info.offset + info.padded]
     if info.padded > info.stored and stored[info.stored :].any():
         raise PaddingError(f"tensor {info.name!r}: the {info.padded - info.stored} padding bytes are not all zero")
     if info.encoding == "zstd":

@@ -38,7 +38,7 @@ class CodecInfo:
     params: dict[str, JSON] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Segment:
     """Rows [rows[0], rows[1]) of one role, coded by codecs[codec]. `frame`: keys as cached ("post" RoPE) or before RoPE ("pre").
 
@@ -307,7 +307,7 @@ def parse(obj: JSON) -> Manifest:
         codecs=codecs,
         ropes=ropes,
         layers=layers,
-        quality=tuple(_quality(node) for node in root.key("quality").elements()),
+        quality=parse_quality(root.key("quality")),
         extra=root.key("extra").members(),
         layer_inputs=_layer_inputs(root, length, len(codecs), len(layers)) if "layer_inputs" in root.members() else (),
     )
@@ -357,9 +357,11 @@ def _layer_inputs(root: Node, length: int, codecs: int, layers: int) -> tuple[La
     return tuple(found)
 
 
-def _quality(node: Node) -> dict[str, JSON]:
-    node.key("step").text()
-    return node.members()
+def parse_quality(node: Node) -> tuple[dict[str, JSON], ...]:
+    """The lossy steps of a manifest. Errors as `parse`."""
+    for step in node.elements():
+        step.key("step").text()
+    return tuple(step.members() for step in node.elements())
 
 
 def _cache(node: Node, codecs: int, ropes: int, depth: int) -> CacheInfo:

@@ -31,7 +31,7 @@ CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
     "CacheList": ("list", ()),
 }
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-LEAST_MAPPED = 1 << 14  # bytes of a part below which sharing its pages is of no account
+LEAST_MAPPED = 1 << 14  # bytes of a table below which sharing its pages is of no account
 
 
 Span = tuple[int, int]
@@ -182,7 +182,7 @@ class Decoder:
         """Rows of one segment as they are stored, for attention to read; not of an eager codec, nor of mlx-lm's own.
 
         Args:
-            mapped: leave large parts in the mapped file; only of codecs that `maps`.
+            mapped: leave the parts in the mapped file; only of codecs that `maps`.
 
         Raises:
             IntegrityError, ManifestError, IncompatibleError: as `role`.
@@ -194,9 +194,12 @@ class Decoder:
         parts: dict[str, mx.array | Mapped] = {}
         for part, dtype in dtypes.items():
             array = self.reader.array(segment.tensors[part])
-            stays = mapped and array.nbytes >= LEAST_MAPPED
+            # Of a codec that learns tables from its rows, these are arrays: they are few, and more than rows are made of them.
+            stays = mapped and (codec.grows or array.nbytes >= LEAST_MAPPED)
             parts[part] = Mapped(array, DTYPES[dtype], self.reader.path) if stays else to_mlx(array, dtype)
         rows = CodedRows(codec, parts, shape, FLOATS[about.dtype], self.rope(about, segment))
+        if mapped and codec.grows:
+            return rows
         # Tables that no rows can be read with are found here, not in the middle of a generation.
         try:
             if shape[1] and not codec.needs and not codec.maps:

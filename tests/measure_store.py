@@ -1,12 +1,15 @@
 """What a store costs beside a plain file: SmolLM2 in float32, a prompt of 2060 tokens in rvq-4, processor time of this process.
 
     python -m tests.measure_store
+    python -m tests.measure_store chunks
 
-And a lookup of 32 000 tokens (125 chunks of 256) in a folder of 10 000 chunks, of a small model.
+And a lookup of 32 000 tokens (125 chunks of 256) in a folder of 10 000 chunks, of a small model. `chunks`: a made-up cache of 4000
+tokens, 28 layers and 4 heads, from 125 chunks of 32 tokens and from one file.
 """
 
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +25,7 @@ from kvtool.model import LoadedModel, load_model
 from kvtool.probe import probe_model
 from kvtool.store.keys import Space, chunk_name
 from kvtool.store.store import Store
+from tests import store_memory_child
 from tests.smollm2.make import models_at
 from tests.texts import text
 
@@ -85,8 +89,30 @@ def many_entries(folder: Path) -> None:
     print(f"a listing of all of them: {least(lambda: list(store.objects.names()), 3):.0f} ms")
 
 
+def many_chunks(folder: Path) -> None:
+    """Of a cache without a model behind it: what 125 chunks cost beside one file of the same rows."""
+    model = store_memory_child.model()
+    snapshot, plain, store = store_memory_child.snapshot(model, store_memory_child.ROWS), folder / "plain.kv", Store(folder / "s", chunk=32)
+    report = store.put(snapshot, codec="rvq-4")
+    kvtool.save(snapshot, plain, codec="rvq-4")
+    ids = [*(snapshot.tokens or ()), 1]
+
+    def from_store() -> list[Any]:
+        found = store.load(ids, model)
+        assert found is not None
+        return found.cache
+
+    for name, load in ((f"{report.chunks} chunks", from_store), ("one file", lambda: kvtool.load(plain, model).cache)):
+        cache = load()
+        first = least(lambda cache=cache: mx.eval(model.model(mx.array([[5]]), cache=cache)), 1)
+        print(f"{name}: load {least(load):.0f} ms, a first step {first:.0f} ms, a decode step {step(model, cache):.1f} ms")
+
+
 def main() -> None:
     kvtool.use_openblas()
+    if sys.argv[1:] == ["chunks"]:
+        with tempfile.TemporaryDirectory(prefix="kvtool-") as name:
+            return many_chunks(Path(name))
     with tempfile.TemporaryDirectory(prefix="kvtool-") as name:
         many_entries(Path(name) / "many")
         beside_a_file(Path(name))

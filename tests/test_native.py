@@ -323,8 +323,8 @@ def test_refuses_what_does_not_fit() -> None:
     for how, message in (
         (((1, 0, 40), 0), "keys must be rows within 40, but got 1 to 41"),
         (((0, -1, 40), 0), "values must be rows within 40"),
-        (((0, 0, 40), 0, ([mx.zeros((39, 16))], 0)), "angles must be rows within 39, but got 0 to 40"),
-        (((0, 0, 40), 0, ([mx.zeros((40, 16))], 0), 2), "angles must be of entries within D = 16, but got 2 to 18"),
+        (((0, 0, 40), 0, ([np.zeros((39, 16), np.float32)], 0)), "angles must be rows within 39, but got 0 to 40"),
+        (((0, 0, 40), 0, ([np.zeros((40, 16), np.float32)], 0), 2), "angles must be of entries within D = 16, but got 2 to 18"),
     ):
         with pytest.raises(ValueError, match=message):
             attending.part(k, v, *how)

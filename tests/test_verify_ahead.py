@@ -10,7 +10,7 @@ from formats.container import TensorPlan, open_container, write_container
 from formats.errors import DigestError
 from tests.container_cases import tiny_manifest, tiny_plans
 
-SIZES = {"a": container._AHEAD, "small": 64, "b": 3 * container._AHEAD, "c": 2 * container._AHEAD}
+SIZES = {"a": container.AHEAD, "small": 64, "b": 3 * container.AHEAD, "c": 2 * container.AHEAD}
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from formats.alike import Outline
 from formats.container import Reader, check_digest
 from formats.errors import KVError
 from formats.examine import TensorInfo
@@ -77,18 +78,20 @@ class Coming:
 class Arriving(Reader):
     """A file of which a part is there. What its header says is known at once, tensors when they have come."""
 
-    def __init__(self, coming: Coming) -> None:
+    there = False
+
+    def __init__(self, coming: Coming, like: Outline | None = None) -> None:
         self._coming = coming
         coming.wait(min(8, coming.size))
         with open(coming.path, "rb") as file:
             header = 8 + int.from_bytes(file.read(8), "little")
         # One that says to be longer is refused for it, without waiting for the rest.
         coming.wait(min(header, coming.size) if header <= MAX_HEADER else 8)
-        super().__init__(coming.path)
+        super().__init__(coming.path, like)
 
     def compare(self, info: TensorInfo) -> None:
         self._coming.wait(info.offset + info.padded)
-        check_digest(self._map, info)
+        check_digest(self._bytes, info)
 
     def array(self, name: str, *, verify: bool = True) -> np.ndarray:
         info = self.tensors[name]

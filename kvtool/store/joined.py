@@ -3,13 +3,13 @@
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from formats.container import Defect, Reader, TensorPlan, WriteReport, verifying_threads, write_container
+from formats.container import AHEAD, Defect, Reader, TensorPlan, WriteReport, verifying_threads, write_container
 from formats.errors import ManifestError
 from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment, Tokens
 
@@ -31,18 +31,19 @@ class Joined(Reader):
         self.failed: int | None = None  # the part whose bytes were wrong or could not be read
         self._places: dict[str, tuple[int, str]] = {}
         self._codecs, self._ropes = _Table(), _Table()
+        self._checks: dict[int, Future[None]] = {}
         first = parts[0].manifest
-        layers = list(first.layers)
-        merged = [[self._renamed(0, i, info, None) for i, info in enumerate(layers)]]
+        layers = [_Layer(self._first(info)) for info in first.layers]
         for number, part in enumerate(parts[1:], 1):
-            before = merged[-1]
             if len(part.manifest.layers) != len(layers):
                 raise ManifestError(f"has {len(part.manifest.layers)} layers, those before it {len(layers)}", path=part.path)
-            merged.append([self._renamed(number, i, info, before[i]) for i, info in enumerate(part.manifest.layers)])
+            tables = self._tables(part)
+            for i, (layer, info) in enumerate(zip(layers, part.manifest.layers, strict=True)):
+                self._follow(number, tables, i, layer, info)
         self.manifest = Manifest(
             model=model,
             length=sum(part.manifest.length for part in parts),
-            layers=tuple(_joined(column) for column in zip(*merged, strict=True)),
+            layers=tuple(layer.whole() for layer in layers),
             codecs=tuple(self._codecs.entries),
             ropes=tuple(self._ropes.entries),
             tokens=Tokens.of([i for part in parts for i in (part.manifest.tokens.ids if part.manifest.tokens else ())]),
@@ -50,7 +51,7 @@ class Joined(Reader):
             producer=dict(first.producer),
             extra={key: value for key, value in first.extra.items() if key != "store"},
         )
-        self.tensors = {name: replace(parts[at].tensors[own], name=name) for name, (at, own) in self._places.items()}
+        self.tensors = {name: parts[at].tensors[own] for name, (at, own) in self._places.items()}
         self.file_bytes = sum(part.file_bytes for part in parts)
         self.header_bytes = sum(part.header_bytes for part in parts)
 
@@ -68,12 +69,20 @@ class Joined(Reader):
             threads = self._threads = self._threads or verifying_threads()
         for name in names:
             at, own = self._places[name]
-            self._parts[at].verify_ahead([own], threads)
+            if self.tensors[name].padded >= AHEAD:
+                self._parts[at].verify_ahead([own], threads)
+            elif self._parts[at].there and at not in self._checks:
+                # Chunks have many small tensors: those of one are one job.
+                tensors = self._parts[at].tensors
+                self._checks[at] = threads.submit(self._parts[at].check, [n for n, info in tensors.items() if info.padded < AHEAD])
 
     def array(self, name: str, *, verify: bool = True) -> np.ndarray:
         at, own = self._places[name]
         self.failed = at
-        array = self._parts[at].array(own, verify=verify)
+        check = self._checks.get(at) if verify and self.tensors[name].padded < AHEAD else None
+        if check is not None:
+            check.result()
+        array = self._parts[at].array(own, verify=verify and check is None)
         self.failed = None
         return array
 
@@ -90,37 +99,48 @@ class Joined(Reader):
 
         return write_container(path, self.manifest, [plan(name) for name in self.tensors])
 
-    def _renamed(self, number: int, layer: int, info: CacheInfo, before: CacheInfo | None) -> CacheInfo:
-        """One part's layer with the codecs, ropes, rows and tensors of the whole."""
-        part = self._parts[number]
-        if number and (info.caches or info.arrays or before is None or (info.cls, info.attention) != (before.cls, before.attention)):
-            raise ManifestError(f"layer {layer}: a {info.cls} cannot be joined to {before.cls if before else 'nothing'}", path=part.path)
-        if before is not None and [before.positions[-1][1:]] != [(start,) for start, _ in info.positions]:
-            raise ManifestError(
-                f"layer {layer}: has the positions {list(info.positions)}, not one range from {before.positions[-1][1]} on", path=part.path
-            )
-        if not number:
-            inner = tuple(self._renamed(0, layer, one, None) for one in info.caches)
-            arrays = tuple(None if a is None else replace(a, tensor=self._place(0, a.tensor, a.tensor)) for a in info.arrays)
-            info = replace(info, caches=inner, arrays=arrays)
-        k, v = (self._role(number, about, getattr(before, role, None)) for role, about in (("k", info.k), ("v", info.v)))
-        return replace(info, k=k, v=v)
+    def _first(self, info: CacheInfo) -> CacheInfo:
+        """A layer of the first part, or a cache within it, as the whole has it."""
+        tables = self._tables(self._parts[0])
+        arrays = tuple(None if a is None else replace(a, tensor=self._place(0, a.tensor, a.tensor)) for a in info.arrays)
+        roles = {}
+        for name in ("k", "v"):
+            about: Role | None = getattr(info, name)
+            if about is not None:
+                rope = None if about.rope is None else tables[1][about.rope]
+                about = replace(about, rope=rope, segments=tuple(self._segments(0, tables[0], about, 0)))
+            roles[name] = about
+        return replace(info, caches=tuple(map(self._first, info.caches)), arrays=arrays, **roles)  # type: ignore[arg-type]
 
-    def _role(self, number: int, about: Role | None, before: Role | None) -> Role | None:
-        part = self._parts[number]
-        if about is None:
-            return None
-        rope = None if about.rope is None else self._ropes.index(part.manifest.ropes[about.rope])
-        if before is not None and (before.heads, before.dim, before.dtype, before.rope) != (about.heads, about.dim, about.dtype, rope):
-            raise ManifestError("has keys or values of other sizes or another rotation than those before it", path=part.path)
-        first = before.segments[-1].rows[1] if before is not None else 0
-        segments = tuple(self._segment(number, segment, first) for segment in about.segments)
-        return replace(about, rope=rope, segments=segments)
+    def _follow(self, number: int, tables: tuple[list[int], list[int]], i: int, layer: "_Layer", info: CacheInfo) -> None:
+        """Add a part's layer to those before it."""
+        path, first = self._parts[number].path, layer.first
+        if info.caches or info.arrays or (info.cls, info.attention) != (first.cls, first.attention):
+            raise ManifestError(f"layer {i}: a {info.cls} cannot be joined to {first.cls}", path=path)
+        if len(info.positions) != 1 or info.positions[0][0] != layer.stop:
+            raise ManifestError(f"layer {i}: has the positions {list(info.positions)}, not one range from {layer.stop} on", path=path)
+        for role, before, about in (("k", first.k, info.k), ("v", first.v, info.v)):
+            if about is None:
+                continue
+            rope = None if about.rope is None else tables[1][about.rope]
+            if before is not None and (before.heads, before.dim, before.dtype, before.rope) != (about.heads, about.dim, about.dtype, rope):
+                raise ManifestError("has keys or values of other sizes or another rotation than those before it", path=path)
+            held = layer.segments[role]
+            held += self._segments(number, tables[0], about, held[-1].rows[1] if held else 0)
+        layer.offset, layer.stop = info.offset, info.positions[0][1]
 
-    def _segment(self, number: int, segment: Segment, first: int) -> Segment:
-        codec = self._codecs.index(self._parts[number].manifest.codecs[segment.codec])
-        tensors = {part: self._place(number, f"c{number}.{name}" if number else name, name) for part, name in segment.tensors.items()}
-        return replace(segment, rows=(segment.rows[0] + first, segment.rows[1] + first), codec=codec, tensors=tensors)
+    def _tables(self, part: Reader) -> tuple[list[int], list[int]]:
+        """Where the codecs and rotations of a part are in the whole's tables."""
+        return [self._codecs.index(codec) for codec in part.manifest.codecs], [self._ropes.index(rope) for rope in part.manifest.ropes]
+
+    def _segments(self, number: int, codecs: list[int], about: Role, first: int) -> list[Segment]:
+        """A role's segments with the rows, codecs and tensors of the whole."""
+        found = []
+        for segment in about.segments:
+            tensors = {part: self._place(number, f"c{number}.{name}" if number else name, name) for part, name in segment.tensors.items()}
+            rows = (segment.rows[0] + first, segment.rows[1] + first)
+            found.append(Segment(rows, codecs[segment.codec], segment.frame, tensors))
+        return found
 
     def _place(self, number: int, name: str, own: str) -> str:
         self._places[name] = (number, own)
@@ -128,30 +148,33 @@ class Joined(Reader):
 
 
 class _Table:
-    """Different entries in the order they came, each found by what it says."""
+    """Different entries in the order they came."""
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
-        self._places: dict[str, int] = {}
 
     def index(self, entry: Any) -> int:
-        at = self._places.setdefault(repr(entry), len(self.entries))
-        if at == len(self.entries):
+        if entry not in self.entries:
             self.entries.append(entry)
-        return at
+        return self.entries.index(entry)
 
 
-def _joined(column: Sequence[CacheInfo]) -> CacheInfo:
-    """One layer of all parts."""
-    first, last = column[0], column[-1]
-    if len(column) == 1:
-        return first
-    roles: dict[str, Role | None] = {}
-    for role in ("k", "v"):
-        parts = [getattr(info, role) for info in column]
-        about = parts[0]
-        roles[role] = None if about is None else replace(about, segments=tuple(segment for part in parts for segment in part.segments))
-    return replace(first, offset=last.offset, positions=((first.positions[0][0], last.positions[-1][1]),), **roles)  # type: ignore[arg-type]
+class _Layer:
+    """A layer of all parts, as far as they have been seen."""
+
+    def __init__(self, first: CacheInfo) -> None:
+        self.first, self.offset = first, first.offset
+        self.stop = first.positions[-1][1] if first.positions else 0
+        self.segments = {name: [] if about is None else list(about.segments) for name, about in (("k", first.k), ("v", first.v))}
+
+    def whole(self) -> CacheInfo:
+        if self.offset == self.first.offset:
+            return self.first
+        k, v = (
+            None if about is None else replace(about, segments=tuple(self.segments[name]))
+            for name, about in (("k", self.first.k), ("v", self.first.v))
+        )
+        return replace(self.first, offset=self.offset, positions=((self.first.positions[0][0], self.stop),), k=k, v=v)
 
 
 def quality_of(parts: Sequence[Manifest]) -> tuple[dict[str, Any], ...]:

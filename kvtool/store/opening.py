@@ -1,5 +1,6 @@
 """Bring what a lookup found to life: objects mapped, checked against their digests and names, and joined."""
 
+import gc
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from formats.alike import Outline
 from formats.container import Reader
 from formats.errors import DigestError, FormatError, IncompatibleError, IntegrityError, KVError
 from kvtool.archive import Archive, Restored
@@ -50,7 +52,7 @@ def alive(objects: Objects, known: Descriptions, match: Match, ids: Sequence[int
     Raises:
         Lost: an object is gone, damaged or cannot be read, or the space does not fit.
     """
-    with joined(objects, match, ids, model) as whole:
+    with _without_collections(), joined(objects, match, ids, model) as whole:
         try:
             restored = _restored(objects, known, match, whole, model, **how)
         except IncompatibleError as error:
@@ -70,6 +72,18 @@ def alive(objects: Objects, known: Descriptions, match: Match, ids: Sequence[int
             # A chunk has no exact newest rows to take the number from.
             cache.growth = replace(cache.growth, recent=RECENT)
     return restored
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Within the block Python looks for no cycles: it would over and over, for many chunks are many objects, which all stay."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _restored(objects: Objects, known: Descriptions, match: Match, whole: Joined, model: LoadedModel, **how: Any) -> Restored:
@@ -148,10 +162,13 @@ def _joined(
     objects: Objects, match: Match, ids: Sequence[int], model: LoadedModel, coming: Mapping[str, Coming], stack: ExitStack
 ) -> Joined:
     parts: list[Reader] = []
+    outline = None  # of the last header that was like none before it
     for node in match.nodes:
         try:
-            part = Arriving(coming[node.name]) if node.name in coming else opened(objects, node.name)
+            part = Arriving(coming[node.name], outline) if node.name in coming else opened(objects, node.name, outline)
             parts.append(stack.enter_context(part))
+            if not part.alike:
+                outline = part.outline()
             check_content(part, node, ids[node.start : node.stop], match.space)
         except (Missing, FileNotFoundError):
             raise Lost(node.name) from None
@@ -165,9 +182,11 @@ def _joined(
     return stack.enter_context(whole)
 
 
-def opened(objects: Objects, name: str) -> Reader:
+def opened(objects: Objects, name: str, like: Outline | None = None) -> Reader:
     """An object's file, mapped. One that is elsewhere is fetched, and its copy is gone with the reader.
 
+    Args:
+        like: as of a `Reader`.
     Raises:
         Missing: no such object.
         OSError: the medium cannot give it. What is here is read once for that: once it is mapped, a bad disk ends the process.
@@ -178,11 +197,11 @@ def opened(objects: Objects, name: str) -> Reader:
             buffer = bytearray(BLOCK)
             while file.readinto(buffer):
                 pass
-        return Reader(path)
+        return Reader(path, like)
     copy = objects.scratch / f"{secrets.token_hex(8)}.kv"
     try:
         _fetch(objects, name, copy)
-        return Reader(copy)
+        return Reader(copy, like)
     finally:
         copy.unlink(missing_ok=True)
 

@@ -28,7 +28,7 @@ from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._coded_attend import MAX_DIM, MULTIPLE, coded_attend, takes_dim
 from veloxquant_mlx.native import attending, converting
 from veloxquant_mlx.native.mapped import Mapped
-from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, pages_of, rotate, undoing, unrotated
+from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, native_pages, rotate, undoing, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
 TILE_STEP = 64  # tokens of a tile are a multiple of it
@@ -58,7 +58,7 @@ class CodedRows:
     def reader(self) -> RowReader:
         reader = self.codec.row_reader(self.parts, self.shape)
         # Forks in other threads read it too: no lazy array may be left in it. The parts as given are the tail's at times, still lazy.
-        mx.eval(reader.mean, [part for name, part in reader.parts.items() if part is not self.parts[name]])
+        mx.eval([part for name, part in reader.parts.items() if part is not self.parts[name]])
         return reader
 
     @property
@@ -137,7 +137,7 @@ class Block:
         at, rope = (self.k_from, self.v_from, self.count), self.k.rope
         if rope is None:
             return attending.part(k, v, at, self.first)
-        return attending.part(k, v, at, self.first, pages_of(rope, self.first, self.stop), rope.first, rope.pairing == "interleaved")
+        return attending.part(k, v, at, self.first, native_pages(rope, self.first, self.stop), rope.first, rope.pairing == "interleaved")
 
     def attend(self, q: mx.array, seen: Visibility, column: int, tile: int) -> tuple[mx.array, mx.array]:
         """Attention of queries to these rows.

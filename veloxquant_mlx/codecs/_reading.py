@@ -13,6 +13,7 @@ A codec that has such coordinates says so with a reader of its own (`Codec.row_r
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -49,18 +50,21 @@ class RowReader:
 
     Attributes:
         seed: of the rotation R that points are turned by, or None.
-        mean: (H, D) float32, or None.
+        mean: (H, D) float32, evaluated, or None; it goes with every tile.
     """
+
+    seed: int | None = None
+    mean: mx.array | None = None
 
     def __init__(self, codec: Any, parts: Mapping[str, mx.array | Mapped], shape: tuple[int, int, int]) -> None:
         self.codec, self.parts, self.shape = codec, parts, shape
-        self.seed: int | None = None
-        self.mean: mx.array | None = None
-        heads, rows, dim = shape
-        group = codec.tokens_together
-        more = codec.layout((heads, rows + group, dim), mx.float32)
-        # A part whose layout depends on the number of tokens has them on axis 1, one by one or in groups; a mean goes with every tile.
-        self._by_token = {part: entry[1][1] == rows for part, entry in codec.layout(shape, mx.float32).items() if entry != more[part]}
+
+    @cached_property
+    def _by_token(self) -> dict[str, bool]:
+        """Parts that have tokens on axis 1, for their layout depends on how many there are, and whether one by one, or else in groups."""
+        heads, rows, dim = self.shape
+        more = self.codec.layout((heads, rows + self.codec.tokens_together, dim), mx.float32)
+        return {part: entry[1][1] == rows for part, entry in self.codec.layout(self.shape, mx.float32).items() if entry != more[part]}
 
     def tile(self, start: int, stop: int, given: dict[str, mx.array] | None = None, after: mx.array | None = None) -> Tile:
         """Rows start to stop.

@@ -27,6 +27,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import mlx.core as mx
+import numpy as np
 
 from formats.errors import ManifestError
 from veloxquant_mlx import native
@@ -34,7 +35,7 @@ from veloxquant_mlx.allocators.codebooks import MAX_BITS, Codebook, boundaries
 from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, LARGEST, SMALLEST, Codec, Given, Layout, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
-from veloxquant_mlx.codecs._rotation import factors, matrix, rotate, unrotate
+from veloxquant_mlx.codecs._rotation import factors, matrix, native_factors, rotate, unrotate
 from veloxquant_mlx.metal._checks import power_of_two
 from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.native import converting, encoding
@@ -75,11 +76,11 @@ class RotatedCodec(Codec):
     def name(self) -> str:
         """Spec string without options."""
 
-    @property
+    @cached_property
     def bits(self) -> tuple[int, ...]:
         return tuple(len(codebook).bit_length() - 1 for codebook in self.codebooks)
 
-    @property
+    @cached_property
     def code_parts(self) -> tuple[str, ...]:
         return ("codes",) if len(self.codebooks) == 1 else tuple(f"codes{i + 1}" for i in range(len(self.codebooks)))
 
@@ -234,7 +235,14 @@ class _RotatedReader(RowReader):
     def __init__(self, codec: RotatedCodec, parts: dict[str, mx.array], shape: Shape) -> None:
         super().__init__(codec, parts, shape)
         self.seed = codec.seed
-        self.mean = parts["mean"].astype(mx.float32) if codec.center else None
+
+    @cached_property
+    def mean(self) -> mx.array | None:  # type: ignore[override]
+        if not self.codec.center:
+            return None
+        mean = self.parts["mean"].astype(mx.float32)
+        mx.eval(mean)
+        return mean
 
     def tile(self, start: int, stop: int, given: Given | None = None, after: mx.array | None = None) -> Tile:
         return self.codec._tile(self.sliced(start, stop, after), self.shape[2])
@@ -248,9 +256,10 @@ class _RotatedReader(RowReader):
         for part, codebook, bits in zip(self.codec.code_parts, self.codec.codebooks, self.codec.bits, strict=True):
             rows.codes(native.packed(self.parts[part]), bits, list(codebook))
         rows.scale(native.packed(self.parts["scale"]))
-        if self.mean is not None:
-            rows.mean(native.packed(self.mean))
-        rows.rotation(*(native.shared(x) for x in factors(dim, self.codec.seed)))
+        if self.codec.center:
+            # bfloat16 is the upper half of float32.
+            rows.mean((native.packed(self.parts["mean"]).astype(np.uint32) << 16).view(np.float32))
+        rows.rotation(*native_factors(dim, self.codec.seed))
         return rows
 
     @cached_property

@@ -21,6 +21,8 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx import native
+
 _U64 = (1 << 64) - 1
 
 
@@ -45,6 +47,13 @@ def matrix(dim: int, seed: int) -> mx.array:
 def factors(dim: int, seed: int) -> tuple[mx.array, mx.array]:
     """The signs (D,) and Hartley_m (m, m) of D = m 2^k, float32."""
     return _device_signs(dim, seed), _hartley(dim // (dim & -dim))
+
+
+@lru_cache(maxsize=64)
+def native_factors(dim: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """`factors` for the native back end: always the same memory, so that it knows equal rotations."""
+    signs, hartley = (native.shared(x) for x in factors(dim, seed))
+    return signs, hartley
 
 
 def signs(dim: int, seed: int) -> list[int]:

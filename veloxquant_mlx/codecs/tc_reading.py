@@ -29,7 +29,7 @@ from veloxquant_mlx.allocators.transforms import SCALE_BITS
 from veloxquant_mlx.codecs._base import Given, Shape
 from veloxquant_mlx.codecs._components import BLOCK, Components
 from veloxquant_mlx.codecs._reading import RowReader, Tile
-from veloxquant_mlx.codecs._rotation import factors
+from veloxquant_mlx.codecs._rotation import native_factors
 
 if TYPE_CHECKING:
     from veloxquant_mlx.codecs.tc import Tc
@@ -120,7 +120,7 @@ class TcValueRows(RowReader):
         rows.sizes(native.packed(self.parts["scales"]), first, bits, native.shared(self.values.sizes))
         rows.mix(mix)
         rows.mean(np.array(self.mean) + rest)
-        rows.rotation(*(native.shared(x) for x in factors(dim, self.seed)))
+        rows.rotation(*native_factors(dim, self.seed))
         return rows
 
     def _predictor(self, keys: TcKeyRows) -> tuple[np.ndarray | None, np.ndarray]:

@@ -7,7 +7,6 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx import native
-from veloxquant_mlx.native.converting import Tables, pages
 
 
 class Shared(NamedTuple):
@@ -53,8 +52,11 @@ class Sight(NamedTuple):
     mask: mx.array | None = None
 
 
+Pages = tuple[list[np.ndarray], int]
+
+
 def part(
-    k: Any, v: Any, at: tuple[int, int, int], first: int, angles: Tables | None = None, rope_first: int = 0, paired: bool = False
+    k: Any, v: Any, at: tuple[int, int, int], first: int, angles: Pages | None = None, rope_first: int = 0, paired: bool = False
 ) -> Any:
     """Neighbouring rows, checked once, for any number of calls.
 
@@ -62,14 +64,14 @@ def part(
         k, v: rows as `codecs._reading.RowReader.stored` gives them.
         at: where the rows start in k and in v, and how many.
         first: position of the first.
-        angles: of these rows, for keys before RoPE.
+        angles: of these rows, for keys before RoPE: pages of cosines and sines, (n, dims) float32 each, and the row to begin at.
         rope_first: index of the first rotated entry.
         paired: rotated entries of queries are interleaved (those of the keys are half-split).
 
     Raises:
         ValueError: sizes that do not fit.
     """
-    return native.extension().Part(k, v, *at, first, pages(angles), rope_first, paired)
+    return native.extension().Part(k, v, *at, first, angles, rope_first, paired)
 
 
 def attend(

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Mapped:
     """A part as a read-only view. What MLX computes with is copied each time, rows that are asked for alone, and never kept.
 

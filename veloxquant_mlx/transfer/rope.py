@@ -41,6 +41,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx import native
 from veloxquant_mlx.native import converting, encoding
 
 PAIRINGS = ("half", "interleaved")
@@ -496,6 +497,17 @@ def _page(spec: RopeSpec, number: int) -> mx.array:
     table = mlx_rope(mx.concatenate([ones, zeros], axis=-1), np.arange(number * PAGE, (number + 1) * PAGE), half) * spec.magnitude
     mx.eval(table)
     return table
+
+
+def native_pages(spec: RopeSpec, start: int, stop: int) -> tuple[list[np.ndarray], int]:
+    """`pages_of` for the native back end."""
+    first = start // PAGE
+    return [_native_page(spec, number) for number in range(first, max(first + 1, -(-stop // PAGE)))], start % PAGE
+
+
+@lru_cache(maxsize=256)
+def _native_page(spec: RopeSpec, number: int) -> np.ndarray:
+    return native.packed(_page(spec, number))
 
 
 def half_split(x: mx.array, spec: RopeSpec) -> mx.array:

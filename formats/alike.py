@@ -1,0 +1,147 @@
+"""Headers that say the same but for a few values: chunks of one prompt, of which the first is read as `examine` reads, and others by it.
+
+Between two chunks differ digests, token ids, positions, errors and the place in the store. What is left of the header, byte for byte the
+same, has been read and checked before; the values themselves are read here. Wherever anything else differs, nothing is read: the header
+is then for `examine`, which also says what is wrong with one.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from formats.errors import KVError
+from formats.manifest import CacheInfo, Manifest, Node, Tokens, parse_quality, tokens_digest
+from formats.strict_json import loads
+from formats.tensor_info import TensorInfo
+
+_DIGEST, _NUMBER = rb'\\":\\"[0-9a-f]{64}\\"', rb'\\":(?:0|[1-9][0-9]{0,14})(?=[,}])'
+_SPAN = rb"\[\[(?:0|[1-9][0-9]{0,14}),(?:0|[1-9][0-9]{0,14})\]\]"
+# Of the manifest's JSON within the header's JSON, where quotes are escaped once: text within a string of it has its own escaped twice.
+_VALUES = re.compile(
+    rb'(\\"(?:blake3%b|parent%b|start%b|offset%b|positions\\":%b|ids\\":\[[0-9,]*\]|quality\\":\[.*?\](?=,\\"requires\\":)))'
+    % (_DIGEST, _DIGEST, _NUMBER, _NUMBER, _SPAN)
+)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A header that was read, and where it has values that another may have others of.
+
+    Attributes:
+        fixed: the pieces between these values.
+        manifest, tensors: what it says; tensors in the order of the file.
+        names: of the tensors, in the order of the header.
+        size: bytes of the header.
+        data: bytes that follow it.
+    """
+
+    fixed: list[bytes]
+    manifest: Manifest
+    tensors: dict[str, TensorInfo]
+    names: list[str]
+    size: int
+    data: int
+
+    @classmethod
+    def of(cls, raw: bytes, start: int, manifest: Manifest, tensors: dict[str, TensorInfo]) -> "Outline | None":
+        """The outline of a header without problems; None where its values do not stand where those of a chunk do.
+
+        Args:
+            raw: all of it.
+            start: where it goes on after its own digest.
+            manifest, tensors: what it says.
+        """
+        fixed, values = _cut(raw, start)
+        data = sum(info.padded for info in tensors.values())
+        found = cls(fixed, manifest, tensors, sorted(tensors), len(raw), data)
+        read = found._read(values, 0)
+        # The values found must be those that were read, one by one.
+        return found if read is not None and (read.manifest, read.tensors) == (manifest, tensors) else None
+
+    def read(self, raw: bytes, start: int, size: int) -> "Alike | None":
+        """What another header says, whose own digest is right; None where it differs in more than values.
+
+        Args:
+            raw, start: as `of`.
+            size: of the file.
+        """
+        fixed, values = _cut(raw, start)
+        if fixed != self.fixed or len(raw) + self.data != size or len(raw) % 64:
+            return None
+        return self._read(values, len(raw) - self.size)
+
+    def _read(self, values: list[bytes], moved: int) -> "Alike | None":
+        layers, count = self.manifest.layers, len(self.names)
+        if len(values) != 5 + 2 * len(layers) + count:
+            return None
+        parent, first, *rest = values
+        placed, (quality, *digests, digest, ids) = rest[: 2 * len(layers)], rest[2 * len(layers) :]
+        tokens = self.manifest.tokens
+        if tokens is None or not all(value.startswith(b'\\"blake3') for value in (*digests, digest)):
+            return None
+        if [value.split(b"\\")[1] for value in (parent, first, quality, ids)] != [b'"parent', b'"start', b'"quality', b'"ids']:
+            return None
+        held = _tokens(ids, digest)
+        caches = [found for i, info in enumerate(layers) if (found := _cache(info, *placed[2 * i : 2 * i + 2])) is not None]
+        steps = _quality(quality)
+        store = self.manifest.extra.get("store")
+        if held is None or steps is None or len(caches) != len(layers) or not isinstance(store, dict) or len(held.ids) != len(tokens.ids):
+            return None
+        extra = {**self.manifest.extra, "store": {**store, "parent": _digest(parent), "start": _number(first)}}
+        manifest = replace(self.manifest, layers=tuple(caches), tokens=held, quality=steps, extra=extra)
+        stated = dict(zip(self.names, map(_digest, digests), strict=True))
+        tensors = {n: TensorInfo(*info[:6], info.offset + moved, info.encoding, stated[n]) for n, info in self.tensors.items()}
+        return Alike(manifest, tensors)
+
+
+@dataclass
+class Alike:
+    """What a header says, read by the outline of another."""
+
+    manifest: Manifest
+    tensors: dict[str, TensorInfo]
+
+
+def _cut(raw: bytes, start: int) -> tuple[list[bytes], list[bytes]]:
+    """A header's fixed pieces, without its length, its digest and what fills it up, and the values between them."""
+    pieces = _VALUES.split(raw[start:].rstrip(b" "))
+    return [raw[8 : start - 64], *pieces[::2]], pieces[1::2]
+
+
+def _digest(value: bytes) -> str:
+    return value[-66:-2].decode()
+
+
+def _number(value: bytes) -> int:
+    return int(value.partition(b":")[2])
+
+
+def _cache(info: CacheInfo, offset: bytes, positions: bytes) -> CacheInfo | None:
+    """A layer elsewhere, of as many rows in one piece."""
+    if not (offset.startswith(b'\\"offset') and positions.startswith(b'\\"positions')) or info.caches:
+        return None
+    start, stop = map(int, positions[positions.index(b"[[") + 2 : -2].split(b","))
+    if stop - start != info.rows or stop <= start:
+        return None
+    return CacheInfo(info.cls, info.attention, info.window, _number(offset), ((start, stop),), info.k, info.v, info.arrays, info.params)
+
+
+def _tokens(value: bytes, digest: bytes) -> Tokens | None:
+    listed = value[value.index(b"[") + 1 : -1].split(b",")
+    if not all(listed):
+        return None
+    ids = tuple(map(int, listed))
+    # Written in another way, a number is not JSON or not an id.
+    if max(ids) >= 1 << 31 or b",".join(b"%d" % i for i in ids) != b",".join(listed) or tokens_digest(ids) != _digest(digest):
+        return None
+    return Tokens(ids, _digest(digest))
+
+
+def _quality(value: bytes) -> tuple[dict[str, Any], ...] | None:
+    text = value.partition(b":")[2].replace(b'\\"', b'"')
+    if b"\\" in text:
+        return None
+    try:
+        return parse_quality(Node(loads(text.decode(), "quality")))
+    except (KVError, UnicodeDecodeError):
+        return None
