@@ -37,8 +37,10 @@ void by_parts(int count, F f) {
 }
 
 void scale_rows(const float* scale, int rows, int size, float* x, int64_t row) {
-  for (int r = 0; r < rows; r++)
+  for (int r = 0; r < rows; r++) {
+    if (scale[r] == 1) continue;  // most are: a maximum seldom changes
     for (int i = 0; i < size; i += W) store(x + r * row + i, load(x + r * row + i) * scale[r]);
+  }
 }
 
 // Scores of one head's queries with `count` tokens, at most PART, rows of `span`.
