@@ -21,7 +21,9 @@ from typing import Self
 
 import numpy as np
 
+from veloxquant_mlx import native
 from veloxquant_mlx.allocators.transforms import LEAST_SINGULAR, METRIC_FLOOR, LayerRows, inverse, metric_floor
+from veloxquant_mlx.native import searching
 
 WORDS = 256
 STAGE_BITS = 8
@@ -300,6 +302,8 @@ def _cell_means(index: np.ndarray, y: np.ndarray, otherwise: np.ndarray) -> np.n
 
 def nearest(y: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Index of the nearest word of each row, the lowest of equals: y (N, d), words (256, d), float32."""
+    if native.available() and y.size and y.shape[1] <= searching.MAX_SIZE:
+        return searching.nearest_single(y, words)
     # <y, w> - |w|^2 / 2 as one product.
     y = np.concatenate([y, np.ones((len(y), 1), np.float32)], axis=1)
     words = np.concatenate([words, -(words * words).sum(axis=1, keepdims=True) / 2], axis=1).astype(np.float32).T

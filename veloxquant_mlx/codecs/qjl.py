@@ -44,7 +44,7 @@ from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS, encode
 from veloxquant_mlx.codecs._rotation import factors, rotate, unrotate
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.metal._qjl import qjl_inner_product
-from veloxquant_mlx.native import converting
+from veloxquant_mlx.native import converting, encoding
 
 MAX_BLOCKS = 4
 
@@ -124,6 +124,13 @@ class Qjl(Codec):
         return mx.concatenate(turned, axis=-1) * math.sqrt(x.shape[-1])
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
+        self._check_input(x)
+        if encoding.takes(x):
+            mean = encoding.mean_over_tokens(x) if self.center else None
+            found = encoding.signs(x, self._turns(x.shape[2]), factors(x.shape[2], self.seed)[1], mean)
+            if found is not None:
+                parts = dict(zip(("codes", "norm"), found, strict=True))
+                return parts if mean is None else parts | {"mean": mean}
         return encode_centred(self, x, self.center, self._encode_block)
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
@@ -151,8 +158,7 @@ class Qjl(Codec):
     def native_rows(self, parts: Parts, shape: Shape) -> Any:
         """The rows as the native back end reads them."""
         dim, rows = shape[2], native.stored(shape)
-        turns = np.stack([np.stack([native.shared(factors(dim, seed)[0]) for seed in pair]) for pair in self._seeds()])
-        rows.signs(native.packed(parts["codes"]), turns, native.shared(factors(dim, self.seed)[1]))
+        rows.signs(native.packed(parts["codes"]), self._turns(dim), native.shared(factors(dim, self.seed)[1]))
         rows.scale(native.packed(parts["norm"]))
         if self.center:
             rows.mean(float32(parts["mean"]))
@@ -184,6 +190,10 @@ class Qjl(Codec):
             return scores
         means = mx.sum(queries.astype(mx.float32) * parts["mean"].astype(mx.float32)[:, None], axis=-1, keepdims=True)
         return scores + means * _centred(parts["norm"])[:, None]
+
+    def _turns(self, dim: int) -> np.ndarray:
+        """Signs of both rotations of each block, (N, 2, D) float32."""
+        return np.stack([np.stack([native.shared(factors(dim, seed)[0]) for seed in pair]) for pair in self._seeds()])
 
     def _seeds(self) -> list[tuple[int, int]]:
         return [(self.seed + 2 * i, self.seed + 2 * i + 1) for i in range(self.blocks)]

@@ -98,6 +98,26 @@ def affine(
     return None if lost is None else ((codes, step.view(mx.bfloat16), zero.view(mx.bfloat16)), Loss(*lost))
 
 
+def signs(x: mx.array, turns: np.ndarray, hartley: mx.array, mean: mx.array | None) -> tuple[mx.array, mx.array] | None:
+    """Signs of projections of rows and their norms, as `codecs.qjl` has it.
+
+    Args:
+        x: as of `rotated`.
+        turns: (N, 2, D) float32, the signs of both rotations of each block.
+        hartley: of the rotations.
+        mean: (H, D) bfloat16, or None.
+
+    Returns:
+        Codes (H, S, bytes) and norms (H, S) bfloat16; None where a value is not finite, or too large.
+    """
+    heads, count, dim = x.shape
+    codes, norm = empty((heads, count, (len(turns) * dim + 7) // 8), mx.uint8), empty((heads, count), mx.uint16)
+    told = None if mean is None else native.packed(mean)
+    parts = native.shared(codes), native.shared(norm)
+    done = native.extension().encode_signs(*_rows(x), turns, native.shared(hartley), told, *parts)
+    return (codes, norm.view(mx.bfloat16)) if done else None
+
+
 def _undo(undo: Undo | None) -> tuple | None:
     return None if undo is None else (pages(undo.angles), *undo[1:])
 

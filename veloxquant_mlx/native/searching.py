@@ -42,6 +42,14 @@ def nearest(points: np.ndarray, words: np.ndarray) -> np.ndarray:
     return out[0, :, 0]
 
 
+def nearest_single(points: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """`nearest` in float32, of up to 256 words: (N,) int64."""
+    out = np.empty((1, len(points), 1), np.uint8)
+    given = np.ascontiguousarray(points, np.float32)[None, :, None]
+    _search(native.extension().nearest, given, np.ascontiguousarray(words, np.float32), None, None, out)
+    return out[0, :, 0].astype(np.int64)
+
+
 def packed(values: mx.array, place: np.ndarray, bits: np.ndarray, size: int) -> mx.array:
     """Codes (H, S, n) uint8 as rows of `size` bytes: code i of head h is bits[h, i] bits from bit place[h, i] on; other bits are 0."""
     out = empty((values.shape[0], values.shape[1], size), mx.uint8)

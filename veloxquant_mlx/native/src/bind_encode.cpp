@@ -154,6 +154,30 @@ Lost encode_affine(
   return lost(in_chunks(c.input, chunk, [&](int head, int from, int count, Loss& l) { return now.affine(c, head, from, count, l); }));
 }
 
+bool encode_signs(
+    const Floats& x,
+    bool bfloat,
+    const F32<3>& turns,
+    const F32<2>& hartley,
+    const std::optional<Words<2>>& mean,
+    const Out8& codes,
+    const Out16<2>& norm) {
+  SignCoding c{};
+  c.input = input(x, bfloat);
+  const int dim = c.input.dim;
+  c.blocks = int(turns.shape(0)), c.odd = int(hartley.shape(0));
+  if (c.blocks < 1 || c.blocks > MAX_BLOCKS) refuse("turns", "of 1 to 4 blocks", std::to_string(c.blocks));
+  check("turns", turns, {c.blocks, 2, dim}), check("hartley", hartley, {c.odd, c.odd});
+  const int power = c.odd ? dim / c.odd : 0;
+  if (c.odd < 1 || c.odd * power != dim || (power & (power - 1))) refuse("hartley", "(m, m) with D = m 2^k", shape(hartley));
+  if (mean) check("mean", *mean, {c.input.heads, dim}), c.mean = mean->data();
+  c.turns = turns.data(), c.hartley = hartley.data();
+  c.codes = written("codes", codes, {c.input.heads, c.input.count, (c.blocks * dim + 7) / 8});
+  c.norm = written("norm", norm, {c.input.heads, c.input.count});
+  const Encoder& now = *level().encoder;
+  return in_chunks(c.input, CHUNK, [&](int head, int from, int count, Loss&) { return now.signs(c, head, from, count); }).has_value();
+}
+
 nb::ndarray<nb::numpy, double, nb::ndim<2>> sum_over_tokens(const Floats& x, bool bfloat, const std::optional<Undo>& undo) {
   Input in = input(x, bfloat);
   const Undoing undoing(undo, in);
@@ -184,6 +208,8 @@ void bind_encode(nb::module_& m) {
         nb::arg("scale"));
   m.def("encode_affine", &encode_affine, nb::arg("x"), nb::arg("bfloat"), nb::arg("bits"), nb::arg("group"), nb::arg("by_token"),
         nb::arg("undo").none(), nb::arg("codes"), nb::arg("step"), nb::arg("zero"));
+  m.def("encode_signs", &encode_signs, nb::arg("x"), nb::arg("bfloat"), nb::arg("turns"), nb::arg("hartley"), nb::arg("mean").none(),
+        nb::arg("codes"), nb::arg("norm"));
   m.def("sum_over_tokens", &sum_over_tokens, nb::arg("x"), nb::arg("bfloat"), nb::arg("undo").none());
 }
 

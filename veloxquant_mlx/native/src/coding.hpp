@@ -54,10 +54,23 @@ struct AffineCoding {
   uint16_t* zero;
 };
 
+// Signs of S x', S blocks of two rotations one after the other, and |x'|; a sign is 1 where it is not negative.
+struct SignCoding {
+  Input input;
+  int blocks;
+  const float* turns;  // (blocks, 2, D): signs of the first rotation and of the second
+  const float* hartley;
+  int odd;
+  const uint16_t* mean;  // (H, D) bfloat16, or nullptr
+  uint8_t* codes;        // (H, S, ceil(blocks D / 8))
+  uint16_t* norm;        // (H, S) bfloat16
+};
+
 // All return whether every value was finite and of a size that sums can take; losses are added to what is there.
 struct Encoder {
   bool (*rotated)(const RotatedCoding&, int head, int from, int count, Loss&);
   bool (*affine)(const AffineCoding&, int head, int from, int count, Loss&);  // of whole groups
+  bool (*signs)(const SignCoding&, int head, int from, int count);
   void (*sum)(const Input&, int head, int from, int count, double* out);  // (D), added to what is there
 };
 

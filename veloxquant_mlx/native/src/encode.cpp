@@ -494,10 +494,15 @@ void sum(const Input& in, int head, int from, int count, double* out) {
 
 }  // namespace
 }  // namespace KVTOOL_INSIDE
+}  // namespace kvtool
+
+#include "project.hpp"
+
+namespace kvtool {
 
 #define KVTOOL_ENCODER_(x) x##_encoder
 #define KVTOOL_ENCODER(x) KVTOOL_ENCODER_(x)
 extern const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL);
-const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL) = {KVTOOL_INSIDE::rotated, KVTOOL_INSIDE::affine, KVTOOL_INSIDE::sum};
+const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL) = {KVTOOL_INSIDE::rotated, KVTOOL_INSIDE::affine, KVTOOL_INSIDE::signs, KVTOOL_INSIDE::sum};
 
 }  // namespace kvtool

@@ -59,15 +59,33 @@ void some_nearest(const T* x, const T* words, int count, int32_t* nearest) {
 
 // Of vectors of any size, whose entries do not stay in registers.
 template <class T>
-void long_nearest(const T* x, int size, const T* words, int count, int vectors, int32_t* nearest) {
-  for (int n = 0; n < vectors; n++) {
-    T best = T(__builtin_inf());
-    nearest[n] = 0;
+void long_nearest(const T* x, int size, const T* words, int count, int32_t* nearest) {
+  using Values = typename Lanes<T>::Values;
+  using Index = typename Lanes<T>::Index;
+  using Number = typename Lanes<T>::Number;
+  constexpr int EACH = int(sizeof(Values) / sizeof(T)), N = 4;
+  for (int at = 0; at < AT_ONCE; at += N * EACH) {
+    Values best[N];
+    Index index[N];
+    for (int n = 0; n < N; n++) best[n] = T(__builtin_inf()) - Values{}, index[n] = Index{};
     for (int w = 0; w < count; w++) {
-      T total = 0;
-      for (int i = 0; i < size; i++) total += (x[i * AT_ONCE + n] - words[int64_t(w) * size + i]) * (x[i * AT_ONCE + n] - words[int64_t(w) * size + i]);
-      if (total < best) best = total, nearest[n] = w;
+      const T* word = words + int64_t(w) * size;
+      Values total[N];
+      for (int n = 0; n < N; n++) total[n] = Values{};
+      for (int i = 0; i < size; i++)
+        for (int n = 0; n < N; n++) {
+          Values entry;
+          memcpy(&entry, x + i * AT_ONCE + at + n * EACH, sizeof entry);
+          total[n] += (entry - word[i]) * (entry - word[i]);
+        }
+      for (int n = 0; n < N; n++) {
+        const Index nearer = total[n] < best[n];
+        best[n] = nearer ? total[n] : best[n];
+        index[n] = nearer ? Number(w) - Index{} : index[n];
+      }
     }
+    for (int n = 0; n < N; n++)
+      for (int j = 0; j < EACH; j++) nearest[at + n * EACH + j] = int32_t(index[n][j]);
   }
 }
 
@@ -80,14 +98,14 @@ void nearest_of(const T* x, const T* words, int count, int32_t* nearest) {
 }
 
 template <class T>
-void nearest_of(const T* x, int size, const T* words, int count, int vectors, int32_t* nearest) {
+void nearest_of(const T* x, int size, const T* words, int count, int32_t* nearest) {
   switch (size) {
     case 1: return nearest_of<T, 1>(x, words, count, nearest);
     case 2: return nearest_of<T, 2>(x, words, count, nearest);
     case 3: return nearest_of<T, 3>(x, words, count, nearest);
     case 4: return nearest_of<T, 4>(x, words, count, nearest);
     case 8: return nearest_of<T, 8>(x, words, count, nearest);
-    default: return long_nearest(x, size, words, count, vectors, nearest);
+    default: return long_nearest(x, size, words, count, nearest);
   }
 }
 
@@ -102,7 +120,7 @@ void search(const Search<T>& s, int group, int64_t from, int64_t to) {
       const T* points = s.points + ((group * s.count + at) * s.columns + column) * s.size;
       for (int n = 0; n < AT_ONCE; n++)
         for (int i = 0; i < s.size; i++) x[i * AT_ONCE + n] = n < vectors ? points[n * s.columns * s.size + i] : 0;
-      nearest_of(x, s.size, s.words + int64_t(s.first[table]) * s.size, s.number[table], vectors, nearest);
+      nearest_of(x, s.size, s.words + int64_t(s.first[table]) * s.size, s.number[table], nearest);
       const int64_t out = (group * s.count + at) * s.columns + column;
       for (int n = 0; n < vectors; n++) {
         if (s.codes) s.codes[out + n * s.columns] = uint8_t(nearest[n]);
