@@ -14,7 +14,7 @@ import pytest
 
 from tests.kernel_mutants import caught
 from tests.metal_emulation.emulator import EmulatedMetal, compile_all, generated, unavailable
-from veloxquant_mlx import metal
+from veloxquant_mlx import metal, native
 from veloxquant_mlx.metal._backend import backend, cuda_available, forced, metal_available
 from veloxquant_mlx.metal._kernel import Kernel, compiled, dims, using
 from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation
@@ -24,7 +24,7 @@ from veloxquant_mlx.selftest.run import call, check, check_error, dispatches
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / ".cache" / "kernel-table.txt"
 COUNTS = ROOT / "veloxquant_mlx" / "selftest" / "counts.json"
-COLUMNS = ("definition", "metal", "cuda", "errors")
+COLUMNS = ("definition", "native", "metal", "cuda", "errors")
 
 ran: Counter[tuple[str, str]] = Counter()
 emulated = [case for case in CASES if case.emulate or metal_available()]
@@ -95,6 +95,37 @@ def test_definition(case: Case) -> None:
     ran[case.function, "definition"] += 1
 
 
+@pytest.mark.skipif(not native.built(), reason="the native back end was not built")
+@pytest.mark.parametrize("level", native.levels())
+@pytest.mark.parametrize("case", [case for case in CASES if case.function in metal.NATIVE], ids=lambda c: c.id)
+def test_native(case: Case, level: str) -> None:
+    before, arguments = native.level(), case.arguments()
+    native.set_level(level)
+    try:
+        with mx.stream(mx.cpu):
+            assert metal.runs_on(case.function) == f"native {level}"
+            assert check(case) is None
+            calls = native.calls()
+            results = call(case, arguments)
+            # What has no entry is computed by nothing.
+            assert native.calls() > calls or not any(x.size for x in results)
+    finally:
+        native.set_level(before)
+    ran[case.function, "native"] += 1
+
+
+def test_native_is_switched_off() -> None:
+    """By `native.without`, as by KVTOOL_SIMD=none, and for a definition."""
+    codes, calls = mx.zeros((64,), mx.uint8), native.calls()
+    with native.without():
+        assert metal.runs_on("turboquant_bit_pack") == backend()
+        mx.eval(metal.turboquant_bit_pack(codes, 4))
+    with forced("cpu"):
+        assert metal.runs_on("turboquant_bit_pack") == "cpu"
+        mx.eval(metal.turboquant_bit_pack(codes, 4))
+    assert native.calls() == calls
+
+
 @pytest.mark.parametrize("case", emulated, ids=lambda c: c.id)
 def test_metal(case: Case, request: pytest.FixtureRequest) -> None:
     if metal_available():
@@ -147,7 +178,7 @@ def test_no_fewer_cases_than_committed(function: str, request: pytest.FixtureReq
     committed = json.loads(COUNTS.read_text(encoding="utf-8"))[function]
     rows = {"definition": CASES, "metal": emulated, "cuda": CASES, "errors": ERRORS}
     selected = Counter(item.name for item in request.session.items)
-    for column in COLUMNS:
+    for column in rows:
         own = [row for row in rows[column] if row.function == function]
         assert len(own) >= committed[column], f"{column}: {len(own)} rows, {committed[column]} committed"
         if all(selected[f"test_{column}[{row.id}]"] for row in own) and column not in absent():

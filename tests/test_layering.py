@@ -14,7 +14,7 @@ ALLOWED = {
     "formats": {"numpy", "safetensors", "zstandard", "blake3"},
     "veloxquant_mlx.allocators": {"mlx", "numpy", "veloxquant_mlx.native"},
     "veloxquant_mlx.transfer.rope": {"mlx", "numpy", "veloxquant_mlx.native"},
-    "veloxquant_mlx.metal": {"mlx", "numpy", "veloxquant_mlx.allocators", "veloxquant_mlx.transfer.rope"},
+    "veloxquant_mlx.metal": {"mlx", "numpy", "veloxquant_mlx.native", "veloxquant_mlx.allocators", "veloxquant_mlx.transfer.rope"},
     # The patch of mlx-lm's attention is part of the kernels' specification.
     "veloxquant_mlx.metal.fused_sdpa": {"mlx", "mlx_lm", "numpy", "veloxquant_mlx.metal", "veloxquant_mlx.allocators"},
     "veloxquant_mlx.native": {"mlx", "numpy"},

@@ -68,7 +68,7 @@ def examine() -> dict[str, Any]:
         report["advice"].append(f"MLX is installed without its back end ({error}): pip install {extra}; check and inspect work without it")
         return report
     from kvtool.model import default_dtype
-    from veloxquant_mlx import native
+    from veloxquant_mlx import metal, native
     from veloxquant_mlx.codecs import CODECS
 
     report["dtype"] = default_dtype() or report["dtype"]
@@ -79,6 +79,7 @@ def examine() -> dict[str, Any]:
         "levels": native.levels(),
         "threads": native.threads() if native.built() else None,
         "codecs": [codec.id for codec in CODECS.values() if codec.read_natively] if native.built() else [],
+        "functions": list(metal.NATIVE) if native.built() else [],
     }
     # It attends on a CPU alone: a GPU's user misses nothing without it.
     if not native.built() and mx.default_device() == mx.cpu:
@@ -105,7 +106,8 @@ def _native_line(native: dict[str, Any] | None) -> str:
         return "unknown without MLX"
     if not native["built"]:
         return "not built"
-    found = f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}; reads {', '.join(native['codecs'])}"
+    found = f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}; reads {', '.join(native['codecs'])}; "
+    found += f"kernel functions {', '.join(native['functions'])}"
     return found if native["in_use"] else f"built, not in use ({found})"
 
 

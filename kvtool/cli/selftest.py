@@ -40,6 +40,7 @@ def run(functions: tuple[str, ...], announce: Callable[[str], None]) -> dict[str
     """What `kvtool selftest` reports, as one object; `announce` gets the name of each function before its cases run."""
     import mlx.core as mx
 
+    from veloxquant_mlx import metal
     from veloxquant_mlx.metal._backend import backend, forced
     from veloxquant_mlx.selftest import expected_counts
     from veloxquant_mlx.selftest.cases import CASES
@@ -48,7 +49,8 @@ def run(functions: tuple[str, ...], announce: Callable[[str], None]) -> dict[str
     here = backend()
     counts = expected_counts()
     rows: dict[str, dict[str, Any]] = {
-        name: {"function": name, "passed": 0, "expected": counts[name], "seconds": 0.0} for name in functions
+        name: {"function": name, "runs_on": metal.runs_on(name), "passed": 0, "expected": counts[name], "seconds": 0.0}
+        for name in functions
     }
     failures = []
     announced: set[str] = set()
@@ -64,7 +66,7 @@ def run(functions: tuple[str, ...], announce: Callable[[str], None]) -> dict[str
         else:
             # Whether the definition is right on this machine tells a kernel's fault from a case's.
             with forced("cpu"):
-                on_cpu = attempt(case) if here != "cpu" else problem
+                on_cpu = attempt(case) if row["runs_on"] != "cpu" else problem
             failures.append({"case": case.id, "problem": problem, "cpu_path": on_cpu or "right"})
         row["seconds"] += time.perf_counter() - start
     return {
@@ -87,8 +89,10 @@ def as_text(report: dict[str, Any]) -> str:
     """The report as text."""
     versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     lines = [f"{report['machine']}, {report['device']}, back end {report['backend']}, {versions}"]
-    lines.append(f"{'function':38}{'passed':>8}{'of':>6}{'seconds':>9}")
-    lines += [f"{row['function']:38}{row['passed']:8}{row['expected']:6}{row['seconds']:9.2f}" for row in report["functions"]]
+    lines.append(f"{'function':38}{'runs on':17}{'passed':>8}{'of':>6}{'seconds':>9}")
+    lines += [
+        f"{row['function']:38}{row['runs_on']:17}{row['passed']:8}{row['expected']:6}{row['seconds']:9.2f}" for row in report["functions"]
+    ]
     for failure in report["failures"]:
         lines.append(f"FAILED {failure['case']}: {failure['problem']} (CPU path: {failure['cpu_path']})")
     lines.append(f"{report['passed']} of {report['expected']} cases passed")

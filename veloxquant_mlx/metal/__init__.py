@@ -3,7 +3,8 @@
 import importlib
 from typing import Any
 
-from veloxquant_mlx.metal._backend import metal_available
+from veloxquant_mlx import native
+from veloxquant_mlx.metal._backend import backend, metal_available, natively
 
 # Public function -> the module of this package that defines it.
 FUNCTIONS = {
@@ -38,7 +39,22 @@ FUNCTIONS = {
     "qjl_inner_product": "_qjl",
 }
 
-__all__ = ["FUNCTIONS", "metal_available", *FUNCTIONS]
+# Those that the C++ extension has; on a CPU the others are MLX's operations.
+NATIVE = (
+    "rabitq_pack_values",
+    "turboquant_scalar_quantize",
+    "turboquant_scalar_dequantize",
+    "turboquant_hadamard_quantize",
+    "turboquant_bit_pack",
+    "turboquant_bit_unpack",
+)
+
+__all__ = ["FUNCTIONS", "NATIVE", "metal_available", "runs_on", *FUNCTIONS]
+
+
+def runs_on(function: str) -> str:
+    """What runs a function now: "metal", "cuda", "native" with its SIMD level, or "cpu", MLX's operations."""
+    return f"native {native.level()}" if function in NATIVE and natively() else backend()
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,8 @@ from typing import Literal
 
 import mlx.core as mx
 
+from veloxquant_mlx import native
+
 Backend = Literal["metal", "cuda", "cpu"]
 
 _forced: ContextVar[Backend | None] = ContextVar("forced_backend", default=None)
@@ -34,9 +36,17 @@ def backend() -> Backend:
     return "cuda" if cuda_available() else "cpu"
 
 
+def natively() -> bool:
+    """Whether functions of `metal.NATIVE` run in C++ now: on a CPU where the extension is built, not switched off, and "cpu" not forced.
+
+    Their arguments are then evaluated when they are called: within a transformation of MLX (`mx.compile`), use `native.without()`.
+    """
+    return _forced.get() is None and backend() == "cpu" and native.available()
+
+
 @contextmanager
 def forced(name: Backend) -> Iterator[None]:
-    """Within the block, `backend()` is `name`, whatever the machine has."""
+    """Within the block, `backend()` is `name`, whatever the machine has; "cpu" is MLX's operations, the definition of every function."""
     token = _forced.set(name)
     try:
         yield

@@ -8,9 +8,10 @@ For b in 1, 2, 4 the bytes of both are the same. `formats/bitpack.py` packs the 
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import check_array, check_choice, check_int, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import streams
 
 THREADS = 256
 LAYOUTS = ("lsb8", "lsb32")
@@ -65,6 +66,8 @@ def turboquant_bit_pack(indices: mx.array, b: int, *, layout: str | None = None)
     width = packed_width(n, bits, layout)
     if width == 0:
         return mx.zeros((0,), STORAGE[layout])
+    if natively():
+        return streams.pack(indices, bits, width, layout == "lsb32")
     if backend() == "cpu":
         return _pack_ops(indices, bits, layout)
     return PACK(
@@ -102,6 +105,8 @@ def turboquant_bit_unpack(packed: mx.array, N: int, b: int, *, layout: str | Non
     require(packed.size >= width, name, "packed", f"at least {width} long for {n} codes", packed)
     if n == 0:
         return mx.zeros((0,), mx.uint8)
+    if natively():
+        return streams.unpack(packed[:width], n, bits)
     if backend() == "cpu":
         return _unpack_ops(packed[:width], n, bits, layout)
     return UNPACK(

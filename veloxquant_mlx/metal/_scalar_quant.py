@@ -9,9 +9,10 @@ import math
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, power_of_two, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import streams
 
 TILE, THREADS = 1024, 256  # values and threads of a group, as in src/scalar
 MAX_DIM = 1024
@@ -41,6 +42,8 @@ def turboquant_scalar_quantize(x: mx.array, centroids: mx.array, b: int) -> mx.a
     check_array(name, "x", x, None, FLOATS)
     check_array(name, "centroids", centroids, (2**b,), FLOATS)
     centroids = centroids.astype(mx.float32)
+    if natively() and x.size:
+        return streams.nearest(x, centroids)
     if backend() == "cpu" or x.size == 0:
         return _quantize_ops(x, centroids)
     return _quantize(
@@ -74,6 +77,8 @@ def turboquant_scalar_dequantize(indices: mx.array, centroids: mx.array) -> mx.a
     check_array(name, "centroids", centroids, ("2**b",), FLOATS)
     require(power_of_two(centroids.size) and 2 <= centroids.size <= 256, name, "centroids", "(2**b,) with b between 1 and 8", centroids)
     centroids = centroids.astype(mx.float32)
+    if natively() and indices.size:
+        return streams.look_up(indices, centroids.astype(mx.float16))
     if backend() == "cpu" or indices.size == 0:
         return _dequantize_ops(indices, centroids)
     return _dequantize(
@@ -112,6 +117,8 @@ def turboquant_hadamard_quantize(x: mx.array, diag: mx.array, centroids: mx.arra
     check_array(name, "diag", diag, (dim,), FLOATS)
     check_array(name, "centroids", centroids, (2**b,), FLOATS)
     diag, centroids = diag.astype(mx.float32), centroids.astype(mx.float32)
+    if natively() and rows:
+        return streams.nearest(x, centroids, diag)
     if backend() == "cpu" or rows == 0:
         return _hadamard_ops(x, diag, centroids)
     arrays = (x, diag, centroids, mx.array([1 / math.sqrt(dim)]))

@@ -113,6 +113,7 @@ NB_MODULE(_native, m) {
   bind_encode(m);
   bind_convert(m);
   bind_search(m);
+  bind_streams(m);
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Level* one : levels()) names.emplace_back(one->name);

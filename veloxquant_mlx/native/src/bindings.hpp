@@ -116,5 +116,6 @@ void bind_attend(nb::module_& m);
 void bind_encode(nb::module_& m);
 void bind_convert(nb::module_& m);
 void bind_search(nb::module_& m);
+void bind_streams(nb::module_& m);
 
 }  // namespace kvtool
