@@ -109,7 +109,7 @@ def test_another_key_or_none_is_an_error_and_not_a_miss(tmp_path: Path) -> None:
     Store(LocalCopy(sealed.Sealed(folder, KEY), None), chunk=CHUNK).put(snapshot, codec=LOSSY)
     before = {entry.name for entry in folder.names()}
     for store, what in ((Store(LocalCopy(sealed.Sealed(folder, bytes(32)), None)), "with key"), (Store(folder), "the store is encrypted")):
-        for act in (lambda store=store: store.load(ids(20), model), lambda store=store: store.put(snapshot, codec=LOSSY)):
+        for act in (lambda store=store: store.load(ids(20), model), lambda store=store: store.put(snapshot, codec=LOSSY), store.check):
             with pytest.raises(IncompatibleError, match=what):
                 act()
     assert {entry.name for entry in folder.names()} == before

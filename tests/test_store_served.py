@@ -12,6 +12,7 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 import kvtool
 from kvtool.service import tenants as tenants_file
 from kvtool.service.tenants import made
+from kvtool.store.resuming import resume
 from kvtool.store.served import Served
 from kvtool.store.store import Store
 from tests.library import ids, tiny
@@ -108,6 +109,26 @@ def test_a_store_over_the_service(running: tuple[Any, Path], tmp_path: Path, mon
         assert restored is not None and restored.usable == len(tokens)
         assert not store.check().problems
         store.remove(store.entries()[-1].id)
+
+
+@pytest.mark.parametrize("codec", [None, "rvq-4"])
+def test_a_service_out_of_reach_costs_a_prefill(codec: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its salt makes the names: without an answer the whole prompt failed."""
+    monkeypatch.setenv("KVTOOL_TOKEN", "t")
+    model = tiny("qwen3")
+    with Store("http://127.0.0.1:1", chunk=CHUNK) as store:
+        resumed = resume(store, ids(CHUNK + 9), model, codec=codec)
+        assert (resumed.usable, resumed.ran, resumed.put) == (0, CHUNK + 8, None)
+        assert all(cache.offset == CHUNK + 8 for cache in resumed.cache)
+        assert any("out of reach" in note and "127.0.0.1:1" in note for note in resumed.notes)
+        with pytest.raises(FileNotFoundError, match="none"):
+            resume(store, ids(9), model, codec="tc-2", calibration="none.safetensors")
+
+
+def test_a_token_that_is_refused_is_no_reason_to_go_on(running: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_TOKEN", "kvt_nobodys")
+    with Store(running[0].address, chunk=CHUNK) as store, pytest.raises(PermissionError):
+        resume(store, ids(9), tiny("qwen3"))
 
 
 def test_a_file_that_is_no_object_breaks_no_listing(running: tuple[Any, Path]) -> None:

@@ -9,7 +9,7 @@ from formats.container import Reader
 from formats.errors import DigestError, FormatError, KVError, ManifestError
 from formats.tables import digest_of
 from kvtool.store.catalogue import Catalogue
-from kvtool.store.described import LONGEST, LONGEST_TABLES, read_short
+from kvtool.store.described import LONGEST, LONGEST_TABLES, Descriptions, read_short
 from kvtool.store.keys import Node, Space, ids_bytes, keyed, node_of, tail_hashes
 from kvtool.store.objects import Missing, Objects
 from kvtool.store.opening import opened
@@ -53,7 +53,10 @@ def check(objects: Objects, progress: Callable[[int, int], None] | None = None) 
 
     Args:
         progress: called with (bytes done, bytes in all).
+    Raises:
+        IncompatibleError: they are encrypted, with another key or none given: all would look damaged.
     """
+    Descriptions(objects).spaces()
     catalogue = Catalogue(objects.names())
     problems = [Problem(name, "FormatError", "is no object of a store") for name in sorted(catalogue.foreign)]
     total, done, count = catalogue.bytes, 0, 0

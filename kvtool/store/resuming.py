@@ -77,6 +77,7 @@ def resume(
         progress: called with (tokens done, tokens in all).
     Raises:
         ValueError: no token, or ids outside the vocabulary.
+        PermissionError: the store lets this token or user do nothing. One that is out of reach costs a prefill, and a note says so.
     """
     ids = token_ids(tokens)
     check_ids(model, ids)
@@ -85,14 +86,24 @@ def resume(
     if every is not None and (type(every) is not int or every < 1):
         raise ValueError(f"[resume] every must be a number of tokens, at least 1, but got {every!r}.")
     begin, last = ids[:-1], ids[-1]
-    chosen = None if codec is None else _Target.of(store, model, codec_plan(codec), resolve(calibration, model.info.weights))
-    match = store.lookup(ids, model, space=None if chosen is None else chosen.space.key)
+    plan, tables = (None, None) if codec is None else (codec_plan(codec), resolve(calibration, model.info.weights))
     notes: tuple[str, ...] = ()
-    if not begin or (match is not None and match.usable == len(begin)):
-        put = False
-    target = _continuing(store, match, model, chosen) if put else None
-    if put and target is None:
-        notes = ("what was run is not put into the store: it would go on from what is turned for this model, or from codes in one piece",)
+    match, target = None, None
+    try:
+        chosen = None if plan is None else _Target.of(store, model, plan, tables)
+        match = store.lookup(ids, model, space=None if chosen is None else chosen.space.key)
+        if not begin or (match is not None and match.usable == len(begin)):
+            put = False
+        target = _continuing(store, match, model, chosen) if put else None
+        if put and target is None:
+            notes = (
+                "what was run is not put into the store: it would go on from what is turned for this model, or from codes in one piece",
+            )
+    except PermissionError:
+        raise
+    except OSError as error:
+        # A service makes the names of what it holds: where it does not answer there is nothing to look for, and no name to put under.
+        notes = (f"the store is out of reach, and what was run is not in it: {error}",)
     if target is None or target.whole:
         restored = None if match is None else store.load(ids, model, decode=decode, space=match.space.key)
     else:
