@@ -25,7 +25,7 @@ namespace {
 
 // Components that are decoded before they are summed, and tokens of them: in a core's nearest cache.
 constexpr int BATCH = 16, PART = 512;
-constexpr int64_t DECODED = PART + 2 * TOGETHER;  // a row of them
+int64_t decoded_row(const Problem& p) { return (p.span < PART ? p.span : PART) + 2 * TOGETHER; }
 
 // Tokens from which on tables are worth making.
 constexpr int MANY = 1024;
@@ -48,14 +48,14 @@ void score(const Problem& p, int head, int token, int count, float* y, float* sc
   alignas(64) float x[TILE * MAX_DIM];
   const Rows& keys = p.keys;
   const int *first = keys.components.first + head, from = p.k_from + token, size = first[1] - first[0], R = p.padded_rows;
-  decode_components(keys.components, first[0], first[1], from, count, y, DECODED);
+  decode_components(keys.components, first[0], first[1], from, count, y, decoded_row(p));
   const float* q = p.turned + int64_t(head) * R * p.dim;
   const int width = padded(count);
-  const Matrix of{y + from % TOGETHER, DECODED};
+  const Matrix of{y + from % TOGETHER, decoded_row(p)};
   if (p.angles) {
     for (int t = 0; t < count; t += TILE) {
       const int own = count - t < TILE ? count - t : TILE;
-      rows_from_components(keys, head, {of.at + t, DECODED}, x);
+      rows_from_components(keys, head, {of.at + t, decoded_row(p)}, x);
       rope(p, token + t, own, x);
       dots({q, p.dim}, R, {x, p.dim}, p.dim, padded(own), scores + t, p.span);
     }
@@ -71,13 +71,13 @@ void score(const Problem& p, int head, int token, int count, float* y, float* sc
 void add_own(const Problem& p, int head, int token, int count, const float* weights, float* scratch, float* sums) {
   const Rows& values = p.values;
   const int from = p.v_from + token, width = padded(count), *first = values.components.first + head;
-  float *scaled = scratch, *z = scaled + p.rows * PART, *size = z + BATCH * DECODED;
+  float *scaled = scratch, *z = scaled + p.rows * PART, *size = z + BATCH * decoded_row(p);
   decode_component(values.sizes, head, from, count, size);
   for (int r = 0; r < p.rows; r++)
     for (int t = 0; t < width; t += W) store(scaled + r * PART + t, load(weights + r * p.span + t) * load(size + from % TOGETHER + t));
   for (int i = first[0]; i < first[1]; i += BATCH) {
-    decode_components(values.components, i, i + BATCH < first[1] ? i + BATCH : first[1], from, count, z, DECODED);
-    add_dots({scaled, PART}, p.rows, {z + from % TOGETHER, DECODED}, width, BATCH, sums + i - first[0], p.dim_v);
+    decode_components(values.components, i, i + BATCH < first[1] ? i + BATCH : first[1], from, count, z, decoded_row(p));
+    add_dots({scaled, PART}, p.rows, {z + from % TOGETHER, decoded_row(p)}, width, BATCH, sums + i - first[0], p.dim_v);
   }
 }
 
@@ -86,8 +86,8 @@ void add_shared(const Problem& p, int token, int count, const float* weights, fl
   const Components& c = p.keys.components;
   const int every = c.first[p.keys.heads], from = p.k_from + token, width = padded(count);
   for (int i = 0; i < every; i += BATCH) {
-    decode_components(c, i, i + BATCH < every ? i + BATCH : every, from, count, y, DECODED);
-    add_dots({weights, p.span}, p.keys.heads * p.rows, {y + from % TOGETHER, DECODED}, width, BATCH, sums + i, padded(every));
+    decode_components(c, i, i + BATCH < every ? i + BATCH : every, from, count, y, decoded_row(p));
+    add_dots({weights, p.span}, p.keys.heads * p.rows, {y + from % TOGETHER, decoded_row(p)}, width, BATCH, sums + i, padded(every));
   }
 }
 
@@ -101,7 +101,7 @@ size_t attend_components_scratch(const Problem& p) {
   }
   // Weights of all heads and what a filled-up block of queries writes behind them, fades, turned angles; scaled weights, components, sizes.
   const size_t weights = (p.keys.heads * p.rows + 3) * p.span, angles = 2 * p.half * (p.span + TILE);
-  const size_t parts = (p.rows + 3) * PART + (most + 1) * DECODED, groups = groups_scratch(p);
+  const size_t parts = (p.rows + 3) * PART + (most + 1) * decoded_row(p), groups = groups_scratch(p);
   return weights + p.keys.heads * p.rows + 16 + angles + (parts > groups ? parts : groups);
 }
 
