@@ -7,9 +7,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from tests.kernel_mutants import caught
@@ -17,7 +20,7 @@ from tests.metal_emulation.emulator import EmulatedMetal, compile_all, generated
 from veloxquant_mlx import metal, native
 from veloxquant_mlx.metal._backend import backend, cuda_available, forced, metal_available
 from veloxquant_mlx.metal._kernel import Kernel, compiled, dims, using
-from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation
+from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
 from veloxquant_mlx.selftest.cases import CASES, ERRORS, LENGTHS, MUTATIONS
 from veloxquant_mlx.selftest.run import call, check, check_error, dispatches
 
@@ -112,6 +115,54 @@ def test_native(case: Case, level: str) -> None:
     finally:
         native.set_level(before)
     ran[case.function, "native"] += 1
+
+
+@pytest.mark.skipif(not native.built(), reason="the native back end was not built")
+@pytest.mark.parametrize("level", native.levels())
+@pytest.mark.parametrize("case", [case for case in CASES if case.function in metal.NATIVE_ATTENDS], ids=lambda c: c.id)
+def test_native_attends(case: Case, level: str) -> None:
+    """Right, whether or not the extension has a reader, of the case as it is and with scales that bfloat16 holds."""
+    before = native.level()
+    native.set_level(level)
+    try:
+        for tried in (case, replace(case, make=lambda rng: held_by_bfloat16(case.make(rng)))):
+            calls = native.calls()
+            with mx.stream(mx.cpu):
+                assert check(tried) is None
+            ran[case.function, "native"] += native.calls() > calls
+    finally:
+        native.set_level(before)
+
+
+SCALES = ("k_mag", "k_norm", "v_scale", "k_scale", "k_zero", "v_zero")
+
+
+def held_by_bfloat16(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments but for factors, which are rounded and, beside no zero of theirs, made positive."""
+    changed = dict(arguments)
+    for name in SCALES:
+        value = arguments.get(name)
+        if value is None:
+            continue
+        value = value.array if isinstance(value, Strided) else value
+        given = value.values if isinstance(value, Bf16) else np.asarray(value, np.float32)
+        rounded = Bf16(given).values
+        changed[name] = rounded if "k_zero" in arguments and name != "k_norm" else np.abs(rounded)
+    return changed
+
+
+@pytest.mark.parametrize("function", metal.NATIVE_ATTENDS)
+def test_most_attends_are_native(function: str) -> None:
+    """Of the cases that bfloat16 holds the scales of, and that have no option without a reader."""
+    if not native.built():
+        pytest.skip("the native back end was not built")
+    cases, read = [case for case in CASES if case.function == function], 0
+    for case in cases:
+        calls = native.calls()
+        with mx.stream(mx.cpu):
+            call(case, held_by_bfloat16(case.arguments()))
+        read += native.calls() > calls
+    assert read >= len(cases) // 2, f"{read} of {len(cases)}"
 
 
 def test_native_is_switched_off() -> None:

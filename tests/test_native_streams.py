@@ -1,4 +1,4 @@
-"""Streams of codes long enough for several threads, at every SIMD level, against NumPy; the case table of test_kernels.py has the short ones."""
+"""Streams of codes long enough for several threads, at every SIMD level, against NumPy; test_kernels.py has the short ones."""
 
 from collections.abc import Iterator
 

@@ -79,7 +79,7 @@ def examine() -> dict[str, Any]:
         "levels": native.levels(),
         "threads": native.threads() if native.built() else None,
         "codecs": [codec.id for codec in CODECS.values() if codec.read_natively] if native.built() else [],
-        "functions": list(metal.NATIVE) if native.built() else [],
+        "functions": [*metal.NATIVE, *metal.NATIVE_ATTENDS] if native.built() else [],
     }
     # It attends on a CPU alone: a GPU's user misses nothing without it.
     if not native.built() and mx.default_device() == mx.cpu:

@@ -48,13 +48,21 @@ NATIVE = (
     "turboquant_bit_pack",
     "turboquant_bit_unpack",
 )
+# Those that it has a reader for most operands of (`_native_attend`).
+NATIVE_ATTENDS = (
+    "rabitq_fused_attend",
+    "rabitq_prefill_attend",
+    "scalar_fused_decode_attend",
+    "turboquant_fused_rvq_decode_attend",
+    "metal_fused_sdpa",
+)
 
-__all__ = ["FUNCTIONS", "NATIVE", "metal_available", "runs_on", *FUNCTIONS]
+__all__ = ["FUNCTIONS", "NATIVE", "NATIVE_ATTENDS", "metal_available", "runs_on", *FUNCTIONS]
 
 
 def runs_on(function: str) -> str:
     """What runs a function now: "metal", "cuda", "native" with its SIMD level, or "cpu", MLX's operations."""
-    return f"native {native.level()}" if function in NATIVE and natively() else backend()
+    return f"native {native.level()}" if function in (*NATIVE, *NATIVE_ATTENDS) and natively() else backend()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Unpack
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal import _attend
+from veloxquant_mlx.metal import _attend, _native_attend
 from veloxquant_mlx.metal._attend import Extras, Options
 from veloxquant_mlx.metal._attend_launch import (
     DECODE_CODE_BYTES,
@@ -23,7 +23,7 @@ from veloxquant_mlx.metal._attend_launch import (
     launch,
     layout,
 )
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
 
 MAX_CENTROIDS = 256
@@ -105,6 +105,13 @@ def rabitq_fused_attend(
         return _attend.nothing(options)
     if options.k_norm is not None:
         k_mag = k_mag.astype(mx.float32) * options.k_norm.astype(mx.float32)
+    if natively():
+        keys = _native_attend.Rows(((k_bits, 1, mx.array([-1.0, 1.0])),), "lsb8", k_mag)
+        values = _native_attend.Rows(((v_idx, bits, v_cents),), packed, options.v_scale)
+        signs = mx.where(q >= 0, 1.0, -1.0) * q_scale.astype(mx.float32)[..., None]
+        found = _native_attend.attend(signs, keys, values, options, k_const)
+        if found is not None:
+            return found
     if backend() == "cpu":
         return _ops(q, q_scale, k_bits, k_mag, k_const, v_idx, v_cents, packed, bits, options)
     halves = options.out_dtype != mx.float32

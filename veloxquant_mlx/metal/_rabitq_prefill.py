@@ -10,9 +10,9 @@ from typing import Unpack
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal import _attend
+from veloxquant_mlx.metal import _attend, _native_attend
 from veloxquant_mlx.metal._attend import Extras, Options
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
 from veloxquant_mlx.metal._prefill import check_heads, key_block, launch, tile_kernel, tiles
 from veloxquant_mlx.metal._prefill_tiles import tiled
@@ -93,6 +93,12 @@ def rabitq_prefill_attend(
         k_mag = k_mag.astype(mx.float32) * options.k_norm.astype(mx.float32)
     if packed == "lsb32":
         k_bits, v_idx = mx.view(k_bits, mx.uint8)[..., : dim // 8], mx.view(v_idx, mx.uint8)
+    if natively():
+        keys = _native_attend.Rows(((k_bits, 1, mx.array([-1.0, 1.0])),), "lsb8", k_mag)
+        values = _native_attend.Rows(((v_idx, 4, v_cents),), "lsb8", options.v_scale)
+        found = _native_attend.attend(q.astype(mx.float32) * scale, keys, values, options, k_const)
+        if found is not None:
+            return found
     if backend() == "cpu":
         return _ops(q, scale, k_bits, k_mag, k_const, v_idx, v_cents, options)
     arrays = (k_bits, v_idx, v_cents.astype(mx.float32))

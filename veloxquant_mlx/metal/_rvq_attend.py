@@ -14,7 +14,7 @@ from typing import Unpack
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal import _attend
+from veloxquant_mlx.metal import _attend, _native_attend
 from veloxquant_mlx.metal._attend import Extras, Options
 from veloxquant_mlx.metal._attend_launch import (
     DECODE_CODE_BYTES,
@@ -26,7 +26,7 @@ from veloxquant_mlx.metal._attend_launch import (
     launch,
     layout,
 )
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, require
 
 MAX_BITS = 8
@@ -121,6 +121,13 @@ def turboquant_fused_rvq_decode_attend(
     options = _attend.check_options(name, q, kv[1], kv[2], extras)
     if options.empty:
         return _attend.nothing(options)
+    if natively():
+        keys = _native_attend.Rows(((k_indices1, b1, centroids1), (k_indices2, b2, centroids2)), packed, options.k_norm)
+        words = v_codebook.reshape(-1) if sub == 1 else v_codebook
+        values = _native_attend.Rows(((v_indices, bv, words),), packed, options.v_scale)
+        found = _native_attend.attend(q.astype(mx.float32) * (1 / math.sqrt(dim)), keys, values, options)
+        if found is not None:
+            return found
     if backend() == "cpu":
         return _ops(q, (k_indices1, k_indices2, v_indices), (centroids1, centroids2, v_codebook), (b1, b2, bv), packed, options)
     halves = options.out_dtype != mx.float32 and not options.lse

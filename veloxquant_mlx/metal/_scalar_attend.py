@@ -11,10 +11,10 @@ from typing import Unpack
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal import _attend
+from veloxquant_mlx.metal import _attend, _native_attend
 from veloxquant_mlx.metal._attend import INT32_MAX, Extras, Options
 from veloxquant_mlx.metal._attend_launch import DECODE_WARPS, Decode, attend_kernel, decode_kernel, launch, layout
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, message, require
 
 MAX_NSG = 32
@@ -109,6 +109,14 @@ def scalar_fused_decode_attend(
         require(needed <= THREADGROUP_BYTES, name, "nsg", f"so small that it takes {THREADGROUP_BYTES} bytes", f"{nsg}, {needed} bytes")
     if options.empty:
         return _attend.nothing(options)
+    if natively():
+        keys = _native_attend.Rows(((k_codes, bits[0], None),), packed, options.k_norm, (k_scale, k_zero, group_size, False))
+        values = _native_attend.Rows(((v_codes, bits[1], None),), packed, options.v_scale, (v_scale, v_zero, group_size, True))
+        # A factor beside steps and zeros has no reader.
+        if options.k_norm is None and options.v_scale is None:
+            found = _native_attend.attend(q.astype(mx.float32) * scale, keys, values, options)
+            if found is not None:
+                return found
     if backend() == "cpu":
         return _ops(q, (k_codes, k_scale, k_zero), (v_codes, v_scale, v_zero), group_size, scale, packed, bits, options)
     halves = mx.float32 not in (options.out_dtype, q.dtype, k_scale.dtype, v_scale.dtype)

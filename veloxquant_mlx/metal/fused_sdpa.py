@@ -18,10 +18,10 @@ from typing import Any, Unpack
 import mlx.core as mx
 from mlx_lm.models import base
 
-from veloxquant_mlx.metal import _attend
+from veloxquant_mlx.metal import _attend, _native_attend
 from veloxquant_mlx.metal._attend import Extras, Options
 from veloxquant_mlx.metal._attend_launch import attend_kernel, launch, layout
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
 
 MAX_N_CENTROIDS = 256
@@ -103,6 +103,13 @@ def metal_fused_sdpa(
     options = _attend.check_options(name, q_tilde, kv[1], kv[2], {**shared, **extras}, refused=("window",) if "window" in extras else ())
     if options.empty:
         return _attend.nothing(options)
+    if natively():
+        tables = (book.reshape(-1) if book.shape[1] == 1 else book for book in (k_codebook, v_codebook))
+        stages = (((codes, bits, table),) for codes, table in zip((k_indices, v_indices), tables, strict=True))
+        keys, values = (_native_attend.Rows(stage, packed, by) for stage, by in zip(stages, (options.k_norm, options.v_scale), strict=True))
+        found = _native_attend.attend(q_tilde.astype(mx.float32) * scale, keys, values, options)
+        if found is not None:
+            return found
     if backend() == "cpu":
         return _ops(q_tilde, (k_indices, v_indices), (k_codebook, v_codebook), scale, packed, bits, options)
     return launch(
