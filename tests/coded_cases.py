@@ -119,6 +119,9 @@ TILES = (
     CodedCase("tiles, words of 8", words(8, 8, smooth=True), words(8, 8, smooth=True), dim=128, queries=4, rows=40),
     CodedCase("tiles, commvq product before RoPE", places(4), VALUES, dim=128, queries=4, rows=40, first=3, rope=True),
     CodedCase("tiles, commvq product", places(4), BY_TOKEN, dim=128, queries=4, rows=40, first=3),
+    # Weights that differ by more than 2^4, and a second product to a sum.
+    CodedCase("tiles, rvq-4 before RoPE, affine values", RVQ4, BY_TOKEN, dim=128, queries=4, rows=90, first=7, rope=True),
+    CodedCase("tiles, commvq product before RoPE, affine values", places(4), BY_TOKEN, dim=128, queries=4, rows=90, first=7, rope=True),
     CodedCase("tiles, one row", plain(mx.float16), table(4), dim=128, heads=3, rows=1),
 )
 # Where there is a GPU: what fills one.

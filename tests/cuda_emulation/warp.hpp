@@ -89,7 +89,12 @@ inline _Float16 half_of(uint32_t word, int upper) {
   memcpy(&h, &bits, 2);
   return h;
 }
-// Tensor cores align terms to the largest one, cut what is below SUM_BITS of it, and cut the sum to a float32.
+// What a half is written with: tensor cores do not normalise a subnormal.
+inline int exponent_of(uint32_t word, int upper) {
+  return std::max(std::ilogb(float(half_of(word, upper))), -14);
+}
+// Tensor cores align terms by the exponents their factors are written with, cut what is below SUM_BITS of the largest, and cut the sum to a
+// float32. An H200 is matched by 25 bits; one fewer is the stricter test.
 constexpr int SUM_BITS = 24;
 inline float aligned_sum(const double (&terms)[17], int exponent) {
   double sum = 0;
@@ -164,7 +169,7 @@ inline void decode_mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uin
       const uint32_t a = emulated::slot(4 * g + k / 2 % 4)[row + 2 * (k / 8)];
       const uint32_t b = emulated::slot(4 * column + k / 2 % 4)[4 + k / 8];
       terms[k + 1] = double(emulated::half_of(a, k % 2)) * double(emulated::half_of(b, k % 2));
-      if (terms[k + 1] != 0) exponent = std::max(exponent, std::ilogb(terms[k + 1]));
+      if (terms[k + 1] != 0) exponent = std::max(exponent, emulated::exponent_of(a, k % 2) + emulated::exponent_of(b, k % 2));
     }
     c[i] = emulated::aligned_sum(terms, exponent);
   }

@@ -191,7 +191,7 @@ struct TileTableKeys {
 };
 
 // Keys code * scale + zero, codes of 4 bits, scales and zeros of GROUP tokens a channel, GROUP a multiple of 16: queries take the
-// scales. A code in the low bits of a half is the code over 2^24; the two of a pair are 4 channels apart.
+// scales. The two codes of a pair are 4 channels apart.
 template <int GROUP>
 struct TileAffineKeys {
   const uint8_t* codes;
@@ -284,14 +284,14 @@ struct TileAffineKeys {
       uint32_t a[4];
       ATTEND_UNROLL
       for (int i = 0; i < 4; i++) {
-        a[i] = code[i % 2][u / 4 * 2 + i / 2] >> (4 * (u % 4)) & 0x000f000fu;
+        a[i] = tile_codes(code[i % 2][u / 4 * 2 + i / 2], u % 4);
       }
       query.multiply(c, u, a);
     }
     next();
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      s[i / 2][i % 2] = fmaf(tile_whole(c[i]), size[i % 2] * (unit / DECODE_CODE), by_zero[i % 2]);
+      s[i / 2][i % 2] = fmaf(tile_whole(c[i]), size[i % 2] * (unit / TILE_CODE), by_zero[i % 2]);
     }
   }
 };

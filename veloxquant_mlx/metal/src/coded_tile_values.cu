@@ -141,8 +141,8 @@ struct TileAffineValues {
       ATTEND_UNROLL
       for (int i = 0; i < 2; i++) {
         decode_mma(
-            state.o[2 * c + i], near >> (8 * i) & 0x000f000fu, near >> (8 * i + 4) & 0x000f000fu, far >> (8 * i) & 0x000f000fu,
-            far >> (8 * i + 4) & 0x000f000fu, b[0], b[1]);
+            state.o[2 * c + i], tile_codes(near, 2 * i), tile_codes(near, 2 * i + 1), tile_codes(far, 2 * i),
+            tile_codes(far, 2 * i + 1), b[0], b[1]);
       }
     }
   }
@@ -151,7 +151,7 @@ struct TileAffineValues {
     return i / 2 * 32 + 4 * at.g + i % 2 * 2 + k;
   }
   __device__ __forceinline__ float factor() const {
-    return unit / DECODE_CODE;
+    return unit / TILE_CODE;
   }
   __device__ __forceinline__ float constant(const TileState& state, int x, int i, int, int) const {
     return state.zero[x][i / 2];
