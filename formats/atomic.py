@@ -28,10 +28,11 @@ def is_leftover(name: str) -> bool:
 
 
 class AtomicFile:
-    """The temporary file of one `atomic_write`: unbuffered, so that nothing is copied twice."""
+    """The temporary file of one `atomic_write`: unbuffered, so that nothing is copied twice. Its errors name the file asked for."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, target: str) -> None:
         self.fd = fd
+        self._target = target
         self._unsynced = 0
         self._thread: ThreadPoolExecutor | None = None
         self._syncing: Future[None] | None = None
@@ -40,8 +41,9 @@ class AtomicFile:
         """Write all of `data` at the current position. An error of a sync under way is raised here or by `settle`, once."""
         view = memoryview(data).cast("B")
         self._unsynced += len(view)
-        while len(view):
-            view = view[os.write(self.fd, view) :]
+        with _blaming(self._target):
+            while len(view):
+                view = view[os.write(self.fd, view) :]
         if self._unsynced >= SYNC_EACH and (self._syncing is None or self._syncing.done()):
             self.settle()
             self._thread = self._thread or ThreadPoolExecutor(1, "kvtool-sync")
@@ -51,7 +53,8 @@ class AtomicFile:
         """Wait for the sync under way. The system tells an error of the disk once: it must not be lost."""
         syncing, self._syncing = self._syncing, None
         if syncing is not None:
-            syncing.result()
+            with _blaming(self._target):
+                syncing.result()
 
     def release(self) -> None:
         """End the thread, before its descriptor is closed and perhaps another file's."""
@@ -64,7 +67,8 @@ class AtomicFile:
 
     def truncate(self, size: int) -> None:
         """Cut the file at `size` bytes."""
-        os.ftruncate(self.fd, size)
+        with _blaming(self._target):
+            os.ftruncate(self.fd, size)
 
     def move(self, begin: int, end: int, to: int) -> None:
         """Copy bytes [begin, end) to a later offset `to`, from the back, in blocks of a megabyte."""
@@ -139,13 +143,14 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[AtomicFile]:
                 fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode & 0o600)
                 if mode is not None:
                     os.fchmod(fd, mode)
-            out = AtomicFile(fd)
+            out = AtomicFile(fd, target)
             try:
                 yield out
                 out.settle()
             finally:
                 out.release()
-            os.fsync(fd)
+            with _blaming(target):
+                os.fsync(fd)
         finally:
             if fd >= 0:
                 os.close(fd)

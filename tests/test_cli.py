@@ -304,6 +304,18 @@ def test_a_target_that_is_no_file_gets_the_true_reason(
         assert "not a regular file" in error and "hint: a file is written whole and then renamed" in error and "space" not in error
 
 
+def test_a_folder_that_takes_no_file_is_found_out_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not after a fit or a calibration of many minutes. Root may write anywhere, so the system's answer is set."""
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))
+    monkeypatch.setattr("kvtool.model.load_model", lambda *args, **more: pytest.fail("the work was begun"))
+    out = str(tmp_path / "out")
+    for args in (["fit", "tiny-a", "tiny-b"], ["calibrate", "--model", "tiny-a"], ["export", "--model", "tiny-a", "--prompt", "x"]):
+        assert run([*args, "-o", out]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {out}: Permission denied")
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "warm"])
 def test_temperatures_that_are_none(value: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import", str(files["raw"]), "--model", "tiny-a", "--temperature", value]) == 2

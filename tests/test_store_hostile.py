@@ -138,6 +138,22 @@ def test_case_41_hostile_descriptions(tmp_path: Path, kind: str, data: bytes) ->
     assert fresh.lookup(TOKENS, model) is not None
 
 
+@pytest.mark.parametrize("data", [b"{", b"", b"x" * ((1 << 20) + 1)])
+def test_a_damaged_space_is_written_anew_by_the_next_put(objects: Objects, tmp_path: Path, data: bytes) -> None:
+    """It was there, so no put wrote it, and nothing under it was ever found again."""
+    model = tiny("qwen3")
+    snapshot = kvtool.capture(model, TOKENS)
+    opened(objects, tmp_path / "one").put(snapshot, codec=LOSSY)
+    (name,) = [entry.name for entry in objects.names("spaces/")]
+    objects.remove(name)
+    assert objects.write(name, data)
+    store = opened(objects, tmp_path / "two")
+    assert store.load(TOKENS, model) is None and [problem.name for problem in store.check().problems] == [name]
+    store.put(snapshot, codec=LOSSY)
+    found = opened(objects, tmp_path / "three").load(TOKENS, model)
+    assert found is not None and found.usable == len(TOKENS) - 1 and not store.check().problems
+
+
 def test_case_41_names_from_elsewhere(objects: Objects, tmp_path: Path) -> None:
     """What a listing gives is never a path: `../` and worse are passed over, and nothing outside the store is touched."""
     if isinstance(objects, Folder):

@@ -1,7 +1,9 @@
 """What several commands share: options, progress on stderr, JSON on stdout."""
 
+import errno
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -199,9 +201,13 @@ def check_target(path: str) -> None:
     """Find out before the work, not after it, that a file cannot be written there.
 
     Raises:
-        OSError: its folder is missing, its name is too long, or it is a folder or a device.
+        OSError: its folder is missing or not to be written in, its name is too long, or it is a folder or a device.
     """
-    target_of(path)
+    target = target_of(path)
+    folder = os.path.dirname(target)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(code, os.strerror(code), target)
 
 
 def percent(part: float, whole: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from mlx.utils import tree_reduce
 
 from formats.calibration import from_bytes, to_bytes
-from formats.errors import DigestError, FormatError, IncompatibleError, KVError
+from formats.errors import DigestError, FormatError, IncompatibleError, IntegrityError, KVError
 from formats.strict_json import loads
 from formats.tables import digest_of
 from kvtool.calibrations import Calibration
@@ -108,6 +108,8 @@ class Descriptions:
         if tables is not None:
             objects[tables_name(tables.digest)] = _bytes_of(tables)
         objects[space.name] = space.data
+        if space.name not in self._spaces:
+            self._remove_damaged(space)
         written = 0
         for name, data in objects.items():
             if self.objects.size(name) is None:
@@ -115,6 +117,18 @@ class Descriptions:
             else:
                 self.objects.touch(name)
         return written
+
+    def _remove_damaged(self, space: Space) -> None:
+        """Make way for a space that stands there but is not what its name says: nothing under it would ever be found again."""
+        try:
+            held = read_short(self.objects, space.name)
+        except Missing:
+            return
+        except (FormatError, IntegrityError):
+            held = b""
+        if held != space.data:
+            logger.warning("%s is damaged, and written anew", space.name)
+            self.objects.remove(space.name)
 
     def cost(self, root: str | None, start: int, tokens: int) -> float:
         """FLOPs of a prefill of some tokens after `start` others: two a parameter and token, and attention to what stands before.
