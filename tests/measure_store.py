@@ -112,11 +112,12 @@ def main() -> None:
     kvtool.use_openblas()
     if sys.argv[1:] == ["chunks"]:
         with tempfile.TemporaryDirectory(prefix="kvtool-") as name:
-            return many_chunks(Path(name))
-    with tempfile.TemporaryDirectory(prefix="kvtool-") as name:
-        many_entries(Path(name) / "many")
-        beside_a_file(Path(name))
-        print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
+            many_chunks(Path(name))
+    else:
+        with tempfile.TemporaryDirectory(prefix="kvtool-") as name:
+            many_entries(Path(name) / "many")
+            beside_a_file(Path(name))
+    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

@@ -10,16 +10,21 @@ from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from kvtool.capturing import Snapshot
 from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
 from kvtool.states import CacheState
 from kvtool.store.store import Store
+from tests import tc_cases
 from tests.library import loaded
 from tests.memory_child import measured
+from veloxquant_mlx import native
+from veloxquant_mlx.caches.blocks import Block, CodedRows
 
 LAYERS, HEADS, ROWS, DIM, VOCAB = 28, 4, 4000, 64, 97
+SEGMENTS, SEGMENT = 300, 32  # of tc: keys and values of a layer, as many chunks bring them
 CODECS = {"raw": "raw", "rvq": "rvq-4", "affine": "affine-4"}
 
 
@@ -52,11 +57,32 @@ def snapshot(who: LoadedModel, rows: int) -> Snapshot:
     return Snapshot(who.info, tuple(i % VOCAB for i in range(rows)), rows, tuple(states), probe_model(who.model))
 
 
+def segments() -> dict[str, int | None]:
+    """What readers of many segments of one calibrated layer add."""
+    k, v = tc_cases.bound("tc-2", HEADS, DIM)
+    rows, shape = tc_cases.layer(SEGMENT, 7, HEADS, DIM), (HEADS, SEGMENT, DIM)
+    x, w = (mx.array(np.ascontiguousarray(a.swapaxes(0, 1)).astype(np.float32)) for a in (rows.k, rows.v))
+    k_parts = k.encode(x)
+    v_parts = v.encode(w, {"k": k.decode(k_parts, shape, mx.float32)})
+
+    def read(count: int) -> list[Block]:
+        blocks = [
+            Block(CodedRows(k, k_parts, shape, mx.float32), CodedRows(v, v_parts, shape, mx.float32), SEGMENT, SEGMENT * i)
+            for i in range(count)
+        ]
+        for block in blocks:
+            assert (block.k.reader, block.v.reader) and (block.part is not None) == native.available()
+        return blocks
+
+    read(1)
+    return measured(partial(read, SEGMENTS))
+
+
 def main(folder: Path) -> None:
     who = model()
     small, whole = snapshot(who, 40), snapshot(who, ROWS)
     tokens = [*(whole.tokens or ()), 1]
-    found: dict[str, dict[str, int | None]] = {}
+    found: dict[str, dict[str, int | None]] = {"segments": segments()}
     for name, codec in CODECS.items():
         store = Store(folder / name)
         # Code, tables and the BLAS are loaded before anything is measured.

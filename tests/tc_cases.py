@@ -48,12 +48,12 @@ def exact(k: Any, k_parts: dict, v: Any, v_parts: dict, shape: tuple[int, int, i
     if not isinstance(v, Tc):
         return keys, None
     reader = v.value_reader(v_parts)
-    y = np.clip((keys - f64(reader.k_mean[:, 0])) @ f64(reader.forward[:, 0]), -64, 64)
-    predicted = y.swapaxes(0, 1).reshape(count, heads * dim) @ f64(reader.mix[0])
+    y = np.clip((keys - f64(reader.predictor.k_mean[:, 0])) @ f64(reader.predictor.forward[:, 0]), -64, 64)
+    predicted = y.swapaxes(0, 1).reshape(count, heads * dim) @ f64(reader.predictor.mix[0])
     points = f64(reader.points(v_parts["codes"][0])).reshape(heads, -1, dim)[:, :count]
     sizes = f64(reader.scales(v_parts["scales"][0])).reshape(heads, -1)[:, :count, None]
     own = points * sizes @ codec_oracles.rotation(dim, v.seed)
-    return keys, predicted.reshape(count, heads, dim).swapaxes(0, 1) + f64(reader.v_mean[:, 0]) + own
+    return keys, predicted.reshape(count, heads, dim).swapaxes(0, 1) + f64(reader.predictor.v_mean[:, 0]) + own
 
 
 def f64(x: Any) -> np.ndarray:

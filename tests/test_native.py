@@ -294,7 +294,7 @@ def test_refuses_what_does_not_fit() -> None:
 
     def components(first: list[int], bits: list[int], points: int, size: int = 32) -> None:
         lists = np.array(first, np.int32), np.array(bits, np.uint16), np.zeros(points, np.float32)
-        native.stored((2, 5, 16)).components(np.zeros((1, 1, size), np.uint8), *lists)
+        native.stored((2, 5, 16)).components(np.zeros((1, 1, size), np.uint8), native.quantisers(*lists))
 
     for call, message in (
         (lambda: native.stored((2, 5, 513)), r"shape must be \(H, S, D\) with D at most 512, but got \(2, 5, 513\)"),

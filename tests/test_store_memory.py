@@ -2,6 +2,7 @@
 
 put   what a put adds to the snapshot that it is given: at most a tenth of it, and blocks of constant size
 get   a file written from chunks: the pages of the chunks, and at most a tenth
+tc    segments of one calibrated layer share its tables
 load  codes stay in the mapped chunks; exact rows are the caller's own afterwards, and the pages of the chunks come to it
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtool.store.keys import CHUNK
-from tests.store_memory_child import CODECS, ROWS
+from tests.store_memory_child import CODECS, ROWS, SEGMENTS
 from tests.test_memory import ENCODER, ROOT
 
 MANIFEST = 1 << 20
@@ -44,3 +45,11 @@ def test_case_37_peaks(found: dict[str, Any], call: str, codec: str) -> None:
     assert figures["mlx"] <= mlx
     if figures["rss"] is not None:
         assert figures["rss"] <= rss
+
+
+def test_segments_share_the_tables_of_their_calibration(found: dict[str, Any]) -> None:
+    # Tables of 4 heads of 64 take some 600 KB; what each pair of segments has of its own some 15.
+    figures = found["figures"]["segments"]
+    assert figures["mlx"] <= SEGMENTS << 12
+    if figures["rss"] is not None:
+        assert figures["rss"] <= 40 * SEGMENTS << 10

@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
+from veloxquant_mlx import native
 from veloxquant_mlx.allocators.shapes import MAX_BITS, SHAPES
 from veloxquant_mlx.allocators.transforms import (
     FORWARD_BITS,
@@ -254,7 +255,7 @@ class Tc(Codec):
                 block = keys.rows(keys.components.unpack(parts["codes"][0, tiles]))
             else:
                 assert values is not None
-                block = values.predict(_tiles(rows["k"][:, tokens])) + values.added(parts, tiles)
+                block = values.predictor.predict(_tiles(rows["k"][:, tokens])) + values.added(parts, tiles)
             block = _joined(block, tokens.stop - tokens.start)
             out[:, tokens] = (mx.clip(block, -FLOAT16_MAX, FLOAT16_MAX) if dtype == mx.float16 else block).astype(dtype)
             mx.eval(out)
@@ -294,16 +295,14 @@ class Tc(Codec):
             ValueError: tables are missing.
             ManifestError: carried tables that are not finite.
         """
-        if self.carry:
-            mean, shapes = np.array(parts["mean"]), np.array(parts["shapes"])
-            if shapes.max(initial=0) >= len(SHAPES):
-                raise ManifestError(f"[{self.id}] part 'shapes' must be below {len(SHAPES)}, but got {shapes.max()}.")
-            back = dequantised(np.array(parts["back"]), np.array(parts["back_step"])).astype(np.float32)
-            tables = KeyTables(mean, back, None, shapes)
-            self._check_tables(mean=mean, back_step=back)
-        else:
-            tables = self._key_tables
-        return KeyReader(self.key_widths, tables)
+        if not self.carry:
+            return self._key_reader
+        mean, shapes = np.array(parts["mean"]), np.array(parts["shapes"])
+        if shapes.max(initial=0) >= len(SHAPES):
+            raise ManifestError(f"[{self.id}] part 'shapes' must be below {len(SHAPES)}, but got {shapes.max()}.")
+        back = dequantised(np.array(parts["back"]), np.array(parts["back_step"])).astype(np.float32)
+        self._check_tables(mean=mean, back_step=back)
+        return KeyReader(self.key_widths, KeyTables(mean, back, None, shapes))
 
     def value_reader(self, parts: dict[str, mx.array]) -> "ValueReader":
         """What turns keys into predictions, and codes and scales into what is added to them; raises as `key_reader`."""
@@ -316,10 +315,10 @@ class Tc(Codec):
             rows = {name: self._unpacked(parts, name) for name in self._carried_rows}
             self._check_tables(k_mean=k_mean, v_mean=v_mean, **{f"{name}_step": table for name, table in rows.items()})
             mix = joined(rows["mix"], rows["cross"], np.nonzero(self.key_widths)[0])
-            tables = ValueTables(k_mean, v_mean, rows["forward"], mix)
+            predictor = Predictor(self.key_widths, self.value_widths, ValueTables(k_mean, v_mean, rows["forward"], mix))
         else:
-            tables = self._value_tables
-        return ValueReader(self.key_widths, self.value_widths, tables, self.seed, limits)
+            predictor = self._predictor
+        return ValueReader(predictor, self.seed, limits)
 
     def _size(self) -> tuple[int, int]:
         """H and D."""
@@ -354,6 +353,16 @@ class Tc(Codec):
         return (rounded_keys if self.carry else key_tables)(self._own_tables(), self.key_widths)
 
     @cached_property
+    def _key_reader(self) -> "KeyReader":
+        """Of the codec's own tables: one for all rows, however many segments they are in."""
+        return KeyReader(self.key_widths, self._key_tables)
+
+    @cached_property
+    def _predictor(self) -> "Predictor":
+        """Of the codec's own tables, as `_key_reader`."""
+        return Predictor(self.key_widths, self.value_widths, self._value_tables)
+
+    @cached_property
     def _carried_values(self) -> CarriedValues:
         mix, cross = (self._carried_rows[name][1] for name in ("mix", "cross"))
         return carried_values(self._own_tables(), self.key_widths, mix, cross)
@@ -378,7 +387,7 @@ class Tc(Codec):
     def _encode_keys(self, x: mx.array) -> dict[str, mx.array]:
         tables = self._key_tables
         assert tables.forward is not None
-        reader, forward = KeyReader(self.key_widths, tables), _per_head(self.key_widths, tables.forward)
+        reader, forward = self._key_reader, _per_head(self.key_widths, tables.forward)
         columns = mx.array(np.ascontiguousarray(forward.swapaxes(1, 2)).astype(np.float32))[:, None]
         blocks = []
         for tokens in token_blocks(x.shape, BLOCK):
@@ -393,9 +402,7 @@ class Tc(Codec):
         return parts
 
     def _encode_values(self, x: mx.array, keys: mx.array) -> dict[str, mx.array]:
-        tables = self._value_tables
-        limits = np.tile(np.array([0.0, STEPS[0]], np.float32), (x.shape[0], 1))
-        reader = ValueReader(self.key_widths, self.value_widths, tables, self.seed, limits)
+        tables, reader = self._value_tables, self._predictor
         blocks, sizes = [], []
         for tokens in token_blocks(x.shape, BLOCK):
             count = tokens.stop - tokens.start
@@ -443,6 +450,17 @@ class KeyReader:
         self.back = mx.array(_per_head(widths, tables.back))[:, None]
         mx.eval(self.mean, self.back)
 
+    @cached_property
+    def basis(self) -> np.ndarray:
+        """(n + H, D) float32: the row of each component that has bits, then the mean of each head."""
+        rows = np.array(self.back[:, 0]).reshape(-1, self.dim)[self.components.widths > 0]
+        return np.concatenate([rows, np.array(self.mean[:, 0, 0])])
+
+    @cached_property
+    def quantisers(self) -> Any:
+        """Of the components, for the native back end."""
+        return native.quantisers(*self.components.stored(self.heads))
+
     def by_head(self, points: mx.array) -> mx.array:
         """(blocks, H D, 32) -> (H, blocks, 32, D)."""
         return points.reshape(-1, self.heads, self.dim, BLOCK).transpose(1, 0, 3, 2)
@@ -452,12 +470,11 @@ class KeyReader:
         return mx.matmul(self.by_head(points), self.back) + self.mean
 
 
-class ValueReader:
-    """Values from keys, and from their own codes, in tiles of 32 tokens."""
+class Predictor:
+    """Values from keys, in tiles of 32 tokens; and the codes of what is left of them."""
 
-    def __init__(self, key_widths: np.ndarray, widths: np.ndarray, tables: ValueTables, seed: int, limits: np.ndarray) -> None:
+    def __init__(self, key_widths: np.ndarray, widths: np.ndarray, tables: ValueTables) -> None:
         self.heads, self.dim = key_widths.shape
-        self.seed = seed
         every = np.repeat(widths, self.dim)
         self.components = Components(every, np.full(every.shape, GAUSSIAN), unbiased=False)
         mix = np.zeros((key_widths.size, key_widths.size), np.float32)
@@ -465,12 +482,13 @@ class ValueReader:
         self.k_mean, self.v_mean = mx.array(tables.k_mean)[:, None, None], mx.array(tables.v_mean)[:, None, None]
         self.forward = mx.array(np.ascontiguousarray(_per_head(key_widths, tables.forward).swapaxes(1, 2)))[:, None]
         self.mix = mx.array(mix)[None]  # with a matrix of two axes MLX would join the tiles, and sum otherwise for each number of them
-        top, step = limits.astype(np.float64).T
-        table = np.exp2(top[:, None] - step[:, None] * np.arange(ZERO + 1)).clip(0, np.finfo(np.float32).max)
-        table[:, ZERO] = 0
-        self.sizes = mx.array(table.astype(np.float32).reshape(-1))
-        self.first = mx.array((np.arange(self.heads) * (ZERO + 1)).astype(np.uint32))[:, None]
-        mx.eval(self.k_mean, self.v_mean, self.forward, self.mix, self.sizes, self.first)
+        self.linear: tuple[KeyReader, np.ndarray | None, np.ndarray] | None = None  # `tc_reading.linear` of the last keys
+        mx.eval(self.k_mean, self.v_mean, self.forward, self.mix)
+
+    @cached_property
+    def quantisers(self) -> Any:
+        """Of the values' codes, for the native back end."""
+        return native.quantisers(*self.components.stored(self.heads))
 
     def inputs(self, keys: mx.array) -> mx.array:
         """The components that values are predicted from: decoded keys (H, blocks, n, D) -> (H, blocks, n, D), float32."""
@@ -481,6 +499,19 @@ class ValueReader:
         y = self.inputs(keys).transpose(1, 2, 0, 3).reshape(-1, BLOCK, self.heads * self.dim)
         return mx.matmul(y, self.mix).reshape(-1, BLOCK, self.heads, self.dim).transpose(2, 0, 1, 3) + self.v_mean
 
+
+class ValueReader:
+    """Values from their own codes, beside what is predicted, in tiles of 32 tokens."""
+
+    def __init__(self, predictor: Predictor, seed: int, limits: np.ndarray) -> None:
+        self.predictor, self.seed, self.heads, self.dim = predictor, seed, predictor.heads, predictor.dim
+        top, step = limits.astype(np.float64).T
+        table = np.exp2(top[:, None] - step[:, None] * np.arange(ZERO + 1)).clip(0, np.finfo(np.float32).max)
+        table[:, ZERO] = 0
+        self.sizes = mx.array(table.astype(np.float32).reshape(-1))
+        self.first = mx.array((np.arange(self.heads) * (ZERO + 1)).astype(np.uint32))[:, None]
+        mx.eval(self.sizes, self.first)
+
     def scales(self, part: mx.array) -> mx.array:
         """(blocks, bytes) uint8 -> (H, blocks, 32) float32."""
         codes = unpack(part.reshape(len(part), self.heads, -1), SCALE_BITS, BLOCK).astype(mx.uint32)
@@ -488,7 +519,7 @@ class ValueReader:
 
     def points(self, part: mx.array) -> mx.array:
         """(blocks, bytes) uint8 -> (H, blocks, 32, D) float32: codewords, in the rotated domain."""
-        return self.components.unpack(part).reshape(-1, self.heads, self.dim, BLOCK).transpose(1, 0, 3, 2)
+        return self.predictor.components.unpack(part).reshape(-1, self.heads, self.dim, BLOCK).transpose(1, 0, 3, 2)
 
     def added(self, parts: dict[str, mx.array], tiles: slice) -> mx.array:
         """What is added to the predictions, (H, blocks, 32, D) float32."""

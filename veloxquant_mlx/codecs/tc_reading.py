@@ -27,12 +27,12 @@ import numpy as np
 from veloxquant_mlx import native
 from veloxquant_mlx.allocators.transforms import SCALE_BITS
 from veloxquant_mlx.codecs._base import Given, Shape
-from veloxquant_mlx.codecs._components import BLOCK, Components
+from veloxquant_mlx.codecs._components import BLOCK
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs._rotation import native_factors
 
 if TYPE_CHECKING:
-    from veloxquant_mlx.codecs.tc import Tc
+    from veloxquant_mlx.codecs.tc import KeyReader, Predictor, Tc
 
 FAR = 1e18  # a row is that far from the mean at most
 WILD = 64.0  # standard deviations that a predicting component moves at most
@@ -59,21 +59,10 @@ class TcKeyRows(RowReader):
     def stored(self) -> Any:
         if self.shape[2] > native.max_dim():
             return None
-        rows, components = native.stored(self.shape), self.keys.components
-        rows.components(native.packed(self.parts["codes"]), *components.stored(self.shape[0]))
-        rows.basis(np.concatenate([self.back, np.array(self.mean)]))
+        rows = native.stored(self.shape)
+        rows.components(native.packed(self.parts["codes"]), self.keys.quantisers)
+        rows.basis(self.keys.basis)
         return rows
-
-    @cached_property
-    def back(self) -> np.ndarray:
-        """(n, D) float32: the row of each component that has bits."""
-        return np.array(self.keys.back[:, 0]).reshape(-1, self.shape[2])[self.keys.components.widths > 0]
-
-    @cached_property
-    def reach(self) -> np.ndarray:
-        """(n,): the largest |y^| of each of them."""
-        components = self.keys.components
-        return np.array([np.abs(components.table(i)).max() for i in np.flatnonzero(components.widths)])
 
 
 class TcValueRows(RowReader):
@@ -86,9 +75,11 @@ class TcValueRows(RowReader):
         self.values = codec.value_reader(parts)
         self.seed = codec.seed
         self._beside: tuple[RowReader, Any] | None = None
-        self.mean = self.values.v_mean[:, 0, 0]
+        self.predictor = self.values.predictor
+        self.mean = self.predictor.v_mean[:, 0, 0]
         heads, _, dim = shape
-        self.mix = self.values.mix.reshape(heads * dim, heads, dim).transpose(1, 0, 2)  # (H, H D, D): components to the values of each head
+        # (H, H D, D): components to the values of each head
+        self.mix = self.predictor.mix.reshape(heads * dim, heads, dim).transpose(1, 0, 2)
         mx.eval(self.mean, self.mix)
 
     def tile(self, start: int, stop: int, given: Given | None = None, after: mx.array | None = None) -> Tile:
@@ -98,52 +89,60 @@ class TcValueRows(RowReader):
         points = self.values.points(parts["codes"][0]).reshape(heads, -1, dim)[:, own]
         scale = self.values.scales(parts["scales"][0]).reshape(heads, -1)[:, own]
         keys = self.codec.checked_keys(given, (heads, stop - start, dim))
-        return Tile(points, scale, shared=self.values.inputs(keys[:, None])[:, 0].transpose(1, 0, 2).reshape(-1, heads * dim))
+        return Tile(points, scale, shared=self.predictor.inputs(keys[:, None])[:, 0].transpose(1, 0, 2).reshape(-1, heads * dim))
 
     def of_shared(self, sums: mx.array) -> mx.array:
         return mx.matmul(sums, self.mix)
 
     def stored_beside(self, keys: RowReader) -> Any:
-        """Of keys that are `tc` too, whose components the predictions are a linear function of; see `_predictor`."""
+        """Of keys that are `tc` too, whose components the predictions are a linear function of; see `linear`."""
         if self._beside is None or self._beside[0] is not keys:
             self._beside = keys, self._stored(keys) if isinstance(keys, TcKeyRows) and keys.stored is not None else None
         return self._beside[1]
 
     def _stored(self, keys: TcKeyRows) -> Any:
-        mix, rest = self._predictor(keys)
+        mix, mean = linear(self.predictor, keys.keys)
         if mix is None:
             return None
         heads, _, dim = self.shape
-        rows, every = native.stored(self.shape), Components(np.full(heads, SCALE_BITS), np.zeros(heads, np.int64), False)
-        rows.components(native.packed(self.parts["codes"]), *self.values.components.stored(heads))
-        first, bits, _ = every.stored(heads)
-        rows.sizes(native.packed(self.parts["scales"]), first, bits, native.shared(self.values.sizes))
+        rows, one, bits = native.stored(self.shape), np.arange(heads + 1, dtype=np.int32), np.full(heads, SCALE_BITS, np.uint16)
+        rows.components(native.packed(self.parts["codes"]), self.predictor.quantisers)
+        rows.sizes(native.packed(self.parts["scales"]), native.quantisers(one, bits, native.shared(self.values.sizes)))
         rows.mix(mix)
-        rows.mean(np.array(self.mean) + rest)
+        rows.mean(mean)
         rows.rotation(*native_factors(dim, self.seed))
         return rows
 
-    def _predictor(self, keys: TcKeyRows) -> tuple[np.ndarray | None, np.ndarray]:
-        """M (n, H, D) and c (H, D), float32, of predictions M^T y^ + c; no M where a key's limits could bind, for they are not linear.
 
-        y~ = limited(limited(y^ back + mean - k_mean) forward),   v = W^T y~
-        """
-        heads, _, dim = self.shape
-        first = keys.keys.components.stored(heads)[0]
-        forward, mix = (np.array(x).astype(np.float64) for x in (self.values.forward[:, 0], self.values.mix[0]))
-        apart = (np.array(keys.mean) - np.array(self.values.k_mean[:, 0, 0])).astype(np.float64)
-        predictor, rest, linear = np.zeros((first[-1], heads * dim), np.float32), np.zeros(heads * dim), True
-        for h in range(heads):
-            own = slice(first[h], first[h + 1])
-            back, reach = keys.back[own].astype(np.float64), keys.reach[own]
-            turned, by_mean = back @ forward[h], apart[h] @ forward[h]
-            linear &= bool(
-                (reach @ np.abs(back) + np.abs(apart[h]) <= FAR).all() and (reach @ np.abs(turned) + np.abs(by_mean) <= WILD).all()
-            )
-            predictor[own] = turned @ mix[h * dim : (h + 1) * dim]
-            rest += by_mean @ mix[h * dim : (h + 1) * dim]
-        shape = (heads, dim)
-        return predictor.reshape(-1, *shape) if linear else None, rest.reshape(shape).astype(np.float32)
+def linear(predictor: "Predictor", keys: "KeyReader") -> tuple[np.ndarray | None, np.ndarray]:
+    """M (n, H, D) and c (H, D), float32, of predictions M^T y^ + c; no M where a key's limits could bind, for they are not linear.
+
+        y~ = limited(limited(y^ back + mean - k_mean) forward),   v = v_mean + W^T y~
+
+    Made once for all rows of the same tables.
+    """
+    held = predictor.linear
+    if held is None or held[0] is not keys:
+        held = predictor.linear = keys, *_linear(predictor, keys)
+    return held[1:]
+
+
+def _linear(predictor: "Predictor", keys: "KeyReader") -> tuple[np.ndarray | None, np.ndarray]:
+    heads, dim, components = predictor.heads, predictor.dim, keys.components
+    first = components.stored(heads)[0]
+    reaches = np.array([np.abs(components.table(i)).max() for i in np.flatnonzero(components.widths)])
+    forward, mix = (np.array(x).astype(np.float64) for x in (predictor.forward[:, 0], predictor.mix[0]))
+    basis, means = np.split(keys.basis.astype(np.float64), [first[-1]])
+    apart = means - np.array(predictor.k_mean[:, 0, 0])
+    made, rest, within = np.zeros((first[-1], heads * dim), np.float32), np.array(predictor.v_mean).astype(np.float64).reshape(-1), True
+    for h in range(heads):
+        own = slice(first[h], first[h + 1])
+        back, reach = basis[own], reaches[own]
+        turned, by_mean = back @ forward[h], apart[h] @ forward[h]
+        within &= bool((reach @ np.abs(back) + np.abs(apart[h]) <= FAR).all() and (reach @ np.abs(turned) + np.abs(by_mean) <= WILD).all())
+        made[own] = turned @ mix[h * dim : (h + 1) * dim]
+        rest += by_mean @ mix[h * dim : (h + 1) * dim]
+    return made.reshape(-1, heads, dim) if within else None, rest.reshape(heads, dim).astype(np.float32)
 
 
 def _whole(start: int, stop: int, rows: int) -> tuple[int, int]:

@@ -162,6 +162,11 @@ def stored(shape: tuple[int, int, int]) -> "_native.Stored":
     return _native.Stored(*shape)
 
 
+def quantisers(first: np.ndarray, bits: np.ndarray, points: np.ndarray) -> "_native.Quantisers":
+    """Those of components, as `codecs._components.Components.stored` gives them: checked once, for any number of `stored`."""
+    return _native.Quantisers(first, bits, points)
+
+
 def max_dim() -> int:
     return _native.MAX_DIM
 

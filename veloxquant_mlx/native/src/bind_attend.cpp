@@ -378,6 +378,7 @@ Out3 decode(const Stored& stored, int from, int count) {
 }  // namespace
 
 void bind_attend(nb::module_& m) {
+  nb::class_<Quantisers>(m, "Quantisers").def(nb::init<const Bounds&, const Words<1>&, const F32<1>&>());
   nb::class_<Stored>(m, "Stored")
       .def(nb::init<int, int, int>())
       .def("floats", &Stored::floats)

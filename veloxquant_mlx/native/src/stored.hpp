@@ -1,8 +1,36 @@
 // Stored rows, checked once; the arrays that they point into.
 #pragma once
+#include <nanobind/stl/shared_ptr.h>
+
 #include "bindings.hpp"
 
 namespace kvtool {
+
+// The quantisers of components, checked once, for any number of `Stored`: where each head's begin, their bits, and the points of each component
+// one after another.
+struct Quantisers {
+  std::vector<int32_t> first, place, table;
+  std::vector<uint8_t> bits;
+  std::vector<float> points;
+  int64_t block = 0;  // bytes of a block of codes
+
+  Quantisers(const Bounds& given, const Words<1>& widths, const F32<1>& values) : first(given.data(), given.data() + given.size()) {
+    if (first.empty() || first[0] != 0) refuse("first", "ascending from 0", first.empty() ? "none" : std::to_string(first[0]));
+    for (size_t h = 1; h < first.size(); h++)
+      if (first[h - 1] > first[h]) refuse("first", "ascending from 0", std::to_string(first[h - 1]));
+    check("bits", widths, {first.back()});
+    int64_t at = 0;
+    for (int i = 0; i < first.back(); i++) {
+      const int width = widths.data()[i], size = 1 << width;
+      if (width < 1 || width > 8) refuse("bits", "1 to 8", std::to_string(width));
+      if (at + size > int64_t(values.shape(0))) refuse("points", "2^bits for each component", std::to_string(values.shape(0)));
+      bits.push_back(uint8_t(width)), place.push_back(int32_t(block)), table.push_back(int32_t(points.size()));
+      for (int j = 0; j < std::max(size, 16); j++) points.push_back(values.data()[at + j % size]);
+      block += width * TOGETHER / 8, at += size;
+    }
+    if (at != int64_t(values.shape(0))) refuse("points", std::to_string(at) + " of all components", std::to_string(values.shape(0)));
+  }
+};
 
 // The arrays that a `Rows` points into live as long as it does.
 class Stored {
@@ -81,7 +109,7 @@ class Stored {
     check("codes", codes, {shared ? 1 : heads, rows.count, bytes});
     if (codes.size() && (codes.stride(0) < 0 || codes.stride(1) < 0 || (bytes > 1 && codes.stride(2) != 1)))
       refuse("codes", "contiguous along the last axis, of ascending strides", "others");
-    Owned& own = component_;
+    auto& own = codeword_;
     own.bits.clear(), own.place.assign(place.data(), place.data() + place.size()), span_.clear();
     tables64_.assign(table.data(), table.data() + table.size()), values_ = values;
     bool neighbours = true;
@@ -135,17 +163,17 @@ class Stored {
     rows.type = Type::SIGNS;
   }
 
-  // Codes of the components of each head, with the points of each component one after another.
-  void components(const Bytes& codes, const Bounds& first, const Words<1>& bits, const F32<1>& points) {
-    set(rows.components, component_, "components", codes, first, bits, points);
+  // Codes of the components of each head.
+  void components(const Bytes& codes, std::shared_ptr<const Quantisers> by) {
+    set(rows.components, quantised_[0], "components", codes, std::move(by));
     rows.type = Type::COMPONENTS;
   }
 
   // Scales of the rows of values, one component for each head.
-  void sizes(const Bytes& codes, const Bounds& first, const Words<1>& bits, const F32<1>& points) {
-    set(rows.sizes, size_, "sizes", codes, first, bits, points);
-    for (int h = 0; h <= rows.heads; h++)
-      if (first.data()[h] != h) refuse("sizes", "one for each head", std::to_string(first.data()[h]) + " before head " + std::to_string(h));
+  void sizes(const Bytes& codes, std::shared_ptr<const Quantisers> by) {
+    for (size_t h = 0; h < by->first.size(); h++)
+      if (by->first[h] != int(h)) refuse("sizes", "one for each head", std::to_string(by->first[h]) + " before head " + std::to_string(h));
+    set(rows.sizes, quantised_[1], "sizes", codes, std::move(by));
   }
 
   // The row of each component and then the mean of each head.
@@ -156,7 +184,7 @@ class Stored {
     for (int h = 0; h < rows.heads; h++)
       if (rows.components.first[h + 1] - rows.components.first[h] > rows.dim)
         refuse("components", "at most D for a head", std::to_string(rows.components.first[h + 1] - rows.components.first[h]));
-    basis_ = wide(basis.data(), count, rows.dim, width), rows.basis = basis_.data();
+    rows.basis = wide(basis_, basis, count, width);
   }
 
   // What a component of the keys adds to the values of each head.
@@ -167,7 +195,7 @@ class Stored {
     for (int h = 0; h < rows.heads; h++)
       if (rows.components.first[h + 1] - rows.components.first[h] != rows.dim)
         refuse("components", "D for a head of values", std::to_string(rows.components.first[h + 1] - rows.components.first[h]));
-    mixed_ = int(mix.shape(0)), mix_ = wide(mix.data(), mixed_ * rows.heads, rows.dim, width), rows.mix = mix_.data();
+    mixed_ = int(mix.shape(0)), rows.mix = wide(mix_, mix, int64_t(mixed_) * rows.heads, width);
   }
 
   // Components of the keys: those that values are predicted from, those that keys have.
@@ -205,13 +233,21 @@ class Stored {
   Words<3> step_, zero_;
   F32<2> mean_, hartley_;
   F32<1> signs_;
-  struct Owned {
-    Bytes codes;
-    std::vector<int32_t> first, place, table;
+  struct {
+    std::vector<int32_t> first, place;
     std::vector<uint8_t> bits;
-    std::vector<float> points;
-  } component_, size_;
-  std::vector<float> basis_, mix_;
+  } codeword_;
+  struct Quantised {
+    Bytes codes;
+    std::shared_ptr<const Quantisers> by;
+  } quantised_[2];
+  template <int N>
+  struct Wide {
+    F32<N> given;
+    std::vector<float> padded;
+  };
+  Wide<2> basis_;
+  Wide<3> mix_;
   std::vector<int32_t> span_, order_;
   std::vector<int64_t> tables64_;
   F32<1> values_;
@@ -241,36 +277,27 @@ class Stored {
 
   bool in_parts() const { return rows.type == Type::CODEWORDS && rows.words.form == Form::PARTS; }
 
-  static std::vector<float> wide(const float* from, int64_t count, int dim, int width) {
-    std::vector<float> to(size_t(count) * width + 1);  // never without memory
-    for (int64_t i = 0; i < count; i++) std::copy(from + i * dim, from + (i + 1) * dim, to.begin() + i * width);
-    return to;
+  // Rows of D floats at steps of `width`: the given ones where they are that far apart, and so shared with all that hold them.
+  template <int N>
+  const float* wide(Wide<N>& own, const F32<N>& given, int64_t count, int width) const {
+    const float* from = given.data();
+    if (width == rows.dim && count) {
+      own.given = given, own.padded.clear();
+      return from;
+    }
+    own.padded.assign(size_t(count) * width + 1, 0);  // never without memory
+    for (int64_t i = 0; i < count; i++) std::copy(from + i * rows.dim, from + (i + 1) * rows.dim, own.padded.begin() + i * width);
+    return own.padded.data();
   }
 
-  void set(
-      Components& to, Owned& own, const char* name, const Bytes& codes, const Bounds& first, const Words<1>& bits, const F32<1>& points) {
-    check("first", first, {rows.heads + 1});
-    const int* firsts = first.data();
-    const int count = firsts[rows.heads];
-    for (int h = 0; h < rows.heads; h++)
-      if (firsts[h] > firsts[h + 1] || firsts[0] != 0) refuse("first", "ascending from 0", std::to_string(firsts[h]));
-    check("bits", bits, {count});
-    int64_t place = 0, table = 0;
-    own.points.clear(), own.place.clear(), own.table.clear(), own.bits.clear();
-    for (int i = 0; i < count; i++) {
-      const int width = bits.data()[i], size = 1 << width;
-      if (width < 1 || width > 8) refuse("bits", "1 to 8", std::to_string(width));
-      if (table + size > int64_t(points.shape(0))) refuse("points", "2^bits for each component", std::to_string(points.shape(0)));
-      own.bits.push_back(uint8_t(width)), own.place.push_back(int32_t(place)), own.table.push_back(int32_t(own.points.size()));
-      for (int j = 0; j < std::max(size, 16); j++) own.points.push_back(points.data()[table + j % size]);
-      place += width * TOGETHER / 8, table += size;
-    }
-    if (table != int64_t(points.shape(0))) refuse("points", std::to_string(table) + " of all components", std::to_string(points.shape(0)));
-    check(name, codes, {1, (rows.count + TOGETHER - 1) / TOGETHER, place});
-    if (codes.size() && (codes.stride(2) != 1 || codes.stride(1) != place)) refuse(name, "contiguous", "strides");
-    own.codes = codes, own.first.assign(firsts, firsts + rows.heads + 1);
+  void set(Components& to, Quantised& own, const char* name, const Bytes& codes, std::shared_ptr<const Quantisers> by) {
+    const int heads = int(by->first.size()) - 1;
+    if (heads != rows.heads) refuse(name, "those of " + std::to_string(rows.heads) + " heads", std::to_string(heads));
+    check(name, codes, {1, (rows.count + TOGETHER - 1) / TOGETHER, by->block});
+    if (codes.size() && (codes.stride(2) != 1 || codes.stride(1) != by->block)) refuse(name, "contiguous", "strides");
     const uint8_t* at = codes.data();
-    to = {at, at + codes.size(), place, own.first.data(), own.place.data(), own.bits.data(), own.table.data(), own.points.data()};
+    to = {at, at + codes.size(), by->block, by->first.data(), by->place.data(), by->bits.data(), by->table.data(), by->points.data()};
+    own = {codes, std::move(by)};
   }
 };
 
