@@ -295,6 +295,11 @@ class Reader:
     stages: tuple[int, ...]
 
     @cached_property
+    def basis(self) -> np.ndarray:
+        """(H D + H, D) float32, of all rows that these tables read: the row of each component, then the mean of each head."""
+        return np.concatenate([self.back.reshape(-1, self.back.shape[2]), self.mean]).astype(np.float32)
+
+    @cached_property
     def columns(self) -> mx.array:
         """The code, of those of a row, that every component of all heads is read from, (H D,)."""
         first = np.cumsum(self.stages) - np.array(self.stages)
@@ -330,7 +335,7 @@ class AdditiveReader(RowReader):
         first = np.cumsum(tables.stages) - np.array(tables.stages)
         place, table = 8 * (first[:, None] + tables.stage), np.arange(heads * dim).reshape(heads, dim) * WORDS
         rows = codewords(self.shape, "parts", self.parts["codes"], 1, place, 8, table, tables.words)
-        rows.basis(np.concatenate([tables.back.reshape(-1, dim), tables.mean]).astype(np.float32))
+        rows.basis(tables.basis)
         return rows
 
 
