@@ -20,6 +20,7 @@ from kvtool.archive import Restored
 from kvtool.capturing import Snapshot
 from kvtool.model import LoadedModel
 from kvtool.store.finding import Match
+from kvtool.store.resuming import resume
 from kvtool.store.store import PutReport, Store
 from tests.library import f64, ids, renamed, tiny, twin
 from tests.tiny_random import WINDOW
@@ -235,8 +236,16 @@ def test_a_calibration_is_an_object_of_its_own(
     (tmp_path / "c.safetensors").unlink()
     assert alive(Store(tmp_path / "store"), tokens, tiny_a).usable == 80
     # Without it nothing of that space can be decoded.
-    store.objects.remove(f"calibrations/{digest}.safetensors")
+    name = f"calibrations/{digest}.safetensors"
+    store.objects.remove(name)
     assert store.load(tokens, tiny_a) is None
+    # Nor with a damaged one, which ended each import with an error and was written anew by no put.
+    store.objects.write(name, calibration_a[:-1] + bytes([calibration_a[-1] ^ 1]))
+    assert resume(store, tokens, tiny_a).usable == 0 and store.objects.size(name) is None
+    (tmp_path / "c.safetensors").write_bytes(calibration_a)
+    put(store, tiny_a, tokens[:80], codec, calibration=tmp_path / "c.safetensors")
+    (tmp_path / "c.safetensors").unlink()
+    assert alive(Store(tmp_path / "store"), tokens, tiny_a).usable == 80
 
 
 def test_case_4_a_source_changed_after_put_changes_nothing(tmp_path: Path) -> None:
