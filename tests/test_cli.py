@@ -445,6 +445,8 @@ def test_selftest(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     """Every case passes here, as many as must; a kernel that gives wrong numbers is named and makes the command fail."""
     data = out_json(capsys, run(["selftest", "--json"]))
     assert data["passed"] == data["expected"] > 800 and not data["failures"] and len(data["functions"]) == 29
+    natively = {row["function"] for row in data["functions"] if row["native"]}
+    assert natively >= {row["function"] for row in data["functions"] if row["runs_on"].startswith("native")}
     wrong = attempt_wrongly
     monkeypatch.setattr(selftest_run, "attempt", wrong)
     data = out_json(capsys, run(["selftest", "--function", "qjl_encode", "--json"]), expected=1)

@@ -79,7 +79,8 @@ def examine() -> dict[str, Any]:
         "levels": native.levels(),
         "threads": native.threads() if native.built() else None,
         "codecs": [codec.id for codec in CODECS.values() if codec.read_natively] if native.built() else [],
-        "functions": [*metal.NATIVE, *metal.NATIVE_ATTENDS] if native.built() else [],
+        "functions": list(metal.NATIVE) if native.built() else [],
+        "attends": list(metal.NATIVE_ATTENDS) if native.built() else [],
     }
     # It attends on a CPU alone: a GPU's user misses nothing without it.
     if not native.built() and mx.default_device() == mx.cpu:
@@ -107,7 +108,7 @@ def _native_line(native: dict[str, Any] | None) -> str:
     if not native["built"]:
         return "not built"
     found = f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}; reads {', '.join(native['codecs'])}; "
-    found += f"kernel functions {', '.join(native['functions'])}"
+    found += f"kernel functions {', '.join(native['functions'])}; where bfloat16 holds all scales {', '.join(native['attends'])}"
     return found if native["in_use"] else f"built, not in use ({found})"
 
 

@@ -40,7 +40,7 @@ def run(functions: tuple[str, ...], announce: Callable[[str], None]) -> dict[str
     """What `kvtool selftest` reports, as one object; `announce` gets the name of each function before its cases run."""
     import mlx.core as mx
 
-    from veloxquant_mlx import metal
+    from veloxquant_mlx import metal, native
     from veloxquant_mlx.metal._backend import backend, forced
     from veloxquant_mlx.selftest import expected_counts
     from veloxquant_mlx.selftest.cases import CASES
@@ -49,7 +49,7 @@ def run(functions: tuple[str, ...], announce: Callable[[str], None]) -> dict[str
     here = backend()
     counts = expected_counts()
     rows: dict[str, dict[str, Any]] = {
-        name: {"function": name, "runs_on": metal.runs_on(name), "passed": 0, "expected": counts[name], "seconds": 0.0}
+        name: {"function": name, "runs_on": metal.runs_on(name), "native": 0, "passed": 0, "expected": counts[name], "seconds": 0.0}
         for name in functions
     }
     failures = []
@@ -59,8 +59,9 @@ def run(functions: tuple[str, ...], announce: Callable[[str], None]) -> dict[str
         if case.function not in announced:
             announce(case.function)
             announced.add(case.function)
-        start = time.perf_counter()
+        start, calls = time.perf_counter(), native.calls()
         problem = attempt(case)
+        row["native"] += native.calls() > calls
         if problem is None:
             row["passed"] += 1
         else:
@@ -89,9 +90,10 @@ def as_text(report: dict[str, Any]) -> str:
     """The report as text."""
     versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     lines = [f"{report['machine']}, {report['device']}, back end {report['backend']}, {versions}"]
-    lines.append(f"{'function':38}{'runs on':17}{'passed':>8}{'of':>6}{'seconds':>9}")
+    lines.append(f"{'function':38}{'runs on':24}{'native':>7}{'passed':>8}{'of':>6}{'seconds':>9}")
     lines += [
-        f"{row['function']:38}{row['runs_on']:17}{row['passed']:8}{row['expected']:6}{row['seconds']:9.2f}" for row in report["functions"]
+        f"{row['function']:38}{row['runs_on']:24}{row['native']:7}{row['passed']:8}{row['expected']:6}{row['seconds']:9.2f}"
+        for row in report["functions"]
     ]
     for failure in report["failures"]:
         lines.append(f"FAILED {failure['case']}: {failure['problem']} (CPU path: {failure['cpu_path']})")

@@ -48,7 +48,7 @@ NATIVE = (
     "turboquant_bit_pack",
     "turboquant_bit_unpack",
 )
-# Those that it has a reader for most operands of (`_native_attend`).
+# Those that it has a reader of where bfloat16 holds all scales (`_native_attend`).
 NATIVE_ATTENDS = (
     "rabitq_fused_attend",
     "rabitq_prefill_attend",
@@ -61,8 +61,10 @@ __all__ = ["FUNCTIONS", "NATIVE", "NATIVE_ATTENDS", "metal_available", "runs_on"
 
 
 def runs_on(function: str) -> str:
-    """What runs a function now: "metal", "cuda", "native" with its SIMD level, or "cpu", MLX's operations."""
-    return f"native {native.level()}" if function in (*NATIVE, *NATIVE_ATTENDS) and natively() else backend()
+    """What runs a function now: "metal", "cuda", "native" and its SIMD level, or "cpu", MLX's operations; both where operands decide."""
+    if function not in (*NATIVE, *NATIVE_ATTENDS) or not natively():
+        return backend()
+    return f"native {native.level()}" if function in NATIVE else f"native {native.level()} or cpu"
 
 
 def __getattr__(name: str) -> Any:
