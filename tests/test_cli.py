@@ -324,6 +324,34 @@ def test_temperatures_that_are_none(value: str, files: dict[str, Path], capsys: 
     assert "--temperature T " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "--model", "tiny-a", "--prompt", "a", "-o", "-"],
+        ["import", "FILE", "--model", "tiny-a", "--to", "mlx-lm", "-"],
+        ["recode", "FILE", "--codec", "rvq-2", "-o", "-"],
+        ["join", "FILE", "FILE", "--model", "tiny-a", "-o", "-"],
+        ["fit", "tiny-a", "tiny-b", "-o", "-"],
+        ["profile", "tiny-a", "tiny-b", "-o", "-"],
+        ["calibrate", "--model", "tiny-a", "-o", "-"],
+        ["store", "get", "s", "--model", "tiny-a", "--prompt", "a", "-o", "-"],
+        ["store", "keygen", "-"],
+        ["tenants", "add", "ana", "--file", "-"],
+        ["bench", "--csv", "-"],
+        ["bench", "--plot", "-"],
+        ["eval", "sweep", "--csv", "-"],
+        ["eval", "sweep", "--plot", "-"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]) + " " + arguments[-2],
+)
+def test_no_command_writes_a_file_called_minus(
+    arguments: list[str], files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([str(files["raw"]) if argument == "FILE" else argument for argument in arguments]) == 2
+    assert "nothing is written to stdout" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_demo_says_what_its_shares_are_of(capsys: pytest.CaptureFixture[str]) -> None:
     for dtype, wide in (("float32", True), ("bfloat16", False)):
         assert run(["demo", "--tokens", "64", "--dtype", dtype]) == 0

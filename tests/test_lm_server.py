@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -36,8 +37,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def serving(*more: str) -> Iterator[str]:
-    """Context manager: the address of a server of tiny-a, stopped as a service manager stops it."""
+def serving(*more: str, stop: signal.Signals = signal.SIGTERM) -> Iterator[str]:
+    """Context manager: the address of a server of tiny-a, stopped as a service manager or a terminal stops it, which ends it cleanly."""
     port = free_port()
     options = ["--model", "tiny-a", *more, "--port", str(port)]
     process = subprocess.Popen([sys.executable, "-m", "kvtool", "lm-server", *options], stderr=subprocess.PIPE, text=True)
@@ -51,8 +52,9 @@ def serving(*more: str) -> Iterator[str]:
                 time.sleep(0.25)
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()
-        process.communicate(timeout=30)
+        process.send_signal(stop)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 0, said
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,14 @@ def test_a_restarted_server_knows_its_prompts(tmp_path: Path) -> None:
         assert cached(complete(address, longer)) >= total + 5
     with Store(tmp_path / "store") as kept:
         assert not kept.check().problems and len(kept.entries()) > 3
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_answered_ends_cleanly(stop: signal.Signals) -> None:
+    """A thread that had run the model aborted five of six; a store that is written meanwhile hides it. `serving` has the exit code."""
+    for _ in range(3):
+        with serving(stop=stop) as address:
+            complete(address, "Hello there")
 
 
 def test_many_caches_at_once_are_passed_over_not_waited_for(tmp_path: Path) -> None:

@@ -134,6 +134,27 @@ def test_snapshots_on_the_way_serve_prompts_that_begin_alike(tmp_path: Path, fam
         resume(store, other, model, every=0)
 
 
+@pytest.mark.parametrize(("family", "damaged"), [("qwen3", 0), ("qwen3", 1), ("gemma3_text", 0)])
+def test_what_is_damaged_is_run_and_put_anew_at_once(tmp_path: Path, family: str, damaged: int) -> None:
+    """The lookup finds the prompt whole: loading it decides. Afterwards it is whole again, in the codec that it had."""
+    model, store, tokens = tiny(family), store_at(tmp_path), ids(3 * CHUNK)
+    made = resume(store, tokens, model, codec="rvq-3,sink=1").put
+    match = store.lookup(tokens, model)
+    assert made is not None and match is not None and match.usable == 3 * CHUNK - 1
+    path = store.objects.path(match.nodes[damaged].name)
+    assert path is not None
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 4
+    path.write_bytes(data)
+    resumed = resume(store, tokens, model)
+    assert resumed.usable == damaged * CHUNK and resumed.usable + resumed.ran == 3 * CHUNK - 1
+    assert resumed.put is not None and resumed.put.new and sum("damaged" in note for note in resumed.notes) == (damaged > 0)
+    want = f64(model.model(mx.array([tokens]))[:, -1])
+    assert np.abs(next_logits(resumed, model) - want).max() < 0.3 * np.abs(want).max()
+    assert not store.check().problems and resume(store, tokens, model).ran == 0
+    assert family != "qwen3" or resumed.put.codec == made.codec
+
+
 def test_chunks_of_another_size_are_gone_on_from(tmp_path: Path) -> None:
     model, tokens = tiny("qwen3"), ids(4 * CHUNK)
     Store(tmp_path / "store", chunk=48).put(kvtool.capture(model, tokens[:100]), codec=LOSSY)

@@ -93,6 +93,18 @@ class Size(click.ParamType):
         return int(float(found[1]) * _UNITS[found[2]])
 
 
+class OutputFile(click.Path):
+    """A file to be written, which - is no name of: files are written whole and renamed, never to stdout."""
+
+    def __init__(self, path_type: type | None = None) -> None:
+        super().__init__(dir_okay=False, path_type=path_type)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if os.fspath(value) == "-":
+            self.fail("nothing is written to stdout: give the name of a file (./- is one).", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 quota_option = click.option(
     "--quota", type=Size(), metavar="SIZE", help="Bytes that the store may take, such as 10GB; the least worth goes. By default no end."
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtool.cli._common import bar, check_target, emit, json_option
+from kvtool.cli._common import OutputFile, bar, check_target, emit, json_option
 from kvtool.cli.eval import split_specs
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ OPTIONS = {
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="Of the synthetic rows.")
 @click.option("--only", multiple=True, metavar="ROW", help="This row (and the one it is compared with) alone; may be given several times.")
 @click.option("--repro", is_flag=True, help="Print the command that makes each row alone.")
-@click.option("--csv", "csv_file", metavar="FILE", help="Write the rows as CSV.")
-@click.option("--plot", "plot_file", metavar="FILE", help="Write the times as bars, .svg or .png.")
+@click.option("--csv", "csv_file", type=OutputFile(), metavar="FILE", help="Write the rows as CSV.")
+@click.option("--plot", "plot_file", type=OutputFile(), metavar="FILE", help="Write the times as bars, .svg or .png.")
 @json_option
 @click.pass_context
 def command(

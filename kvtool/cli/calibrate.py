@@ -9,7 +9,7 @@ import click
 
 from formats.calibration import to_bytes, write_calibration
 from kvtool import calibration_store as store
-from kvtool.cli._common import adapter_option, bar, check_target, dtype_option, emit, json_option, model_option, named_texts
+from kvtool.cli._common import OutputFile, adapter_option, bar, check_target, dtype_option, emit, json_option, model_option, named_texts
 
 
 @click.command("calibrate")
@@ -17,7 +17,7 @@ from kvtool.cli._common import adapter_option, bar, check_target, dtype_option, 
 @adapter_option
 @click.option("--text", "files", multiple=True, metavar="F", help="File with a text, once or more; the shipped corpus where none is given.")
 @dtype_option
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="CAL", help="Write the calibration there, not to the store.")
+@click.option("-o", "--output", type=OutputFile(), metavar="CAL", help="Write the calibration there, not to the store.")
 @json_option
 def command(model_name: str, adapter: str | None, files: tuple[str, ...], dtype: str, output: str | None, as_json: bool) -> None:
     """Learn a model's tables for the codecs tc, tcz and commvq-N:additive, once for all prompts.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtool.cli._common import (
+    OutputFile,
     adapter_option,
     alignment,
     bar,
@@ -116,8 +117,10 @@ SWEEP_ONLY = ("protocol", "prefix", "sink", "recent", "window", "relative_to", "
     help="Tables of a calibration; self: learnt from each text's own cache and counted. With IN.kv: the file that it needs.",
 )
 @click.option("--foreign-calibration", is_flag=True, help="Sweep: accept a calibration of other weights, if its shapes are the model's.")
-@click.option("--csv", "csv_file", metavar="F", help="Sweep, robustness: write the table as CSV as well.")
-@click.option("--plot", "plot_file", metavar="F", help="Sweep: plot KL against bits; .svg, or .png where matplotlib is installed.")
+@click.option("--csv", "csv_file", type=OutputFile(), metavar="F", help="Sweep, robustness: write the table as CSV as well.")
+@click.option(
+    "--plot", "plot_file", type=OutputFile(), metavar="F", help="Sweep: plot KL against bits; .svg, or .png where matplotlib is installed."
+)
 @dtype_option
 @json_option
 @click.pass_context

@@ -11,6 +11,7 @@ import click
 from formats.errors import IncompatibleError
 from formats.files import naming
 from kvtool.cli._common import (
+    OutputFile,
     adapter_option,
     bar,
     check_target,
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
 @frame_option
 @click.option("--no-zstd", is_flag=True, help="Store every tensor uncompressed.")
 @dtype_option
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="OUT.kv", help="The file to write.")
+@click.option("-o", "--output", type=OutputFile(), metavar="OUT.kv", help="The file to write.")
 @click.option("--store", "where", metavar="STORE", help="Put it into a store instead; see kvtool store.")
 @quota_option
 @json_option

@@ -7,7 +7,17 @@ from typing import Any
 
 import click
 
-from kvtool.cli._common import adapter_a_option, adapter_b_option, bar, check_target, dtype_option, emit, json_option, named_texts
+from kvtool.cli._common import (
+    OutputFile,
+    adapter_a_option,
+    adapter_b_option,
+    bar,
+    check_target,
+    dtype_option,
+    emit,
+    json_option,
+    named_texts,
+)
 
 
 @click.command("fit")
@@ -28,7 +38,7 @@ from kvtool.cli._common import adapter_a_option, adapter_b_option, bar, check_ta
     help="For two tokenizers: the share of B's tokens that must end where one of A's does, such as 0.5.",
 )
 @click.option("--pieces", type=click.IntRange(2), default=64, show_default=True, metavar="N", help="Pieces of 256 tokens to learn from.")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="MAP", help="The file to write.")
+@click.option("-o", "--output", required=True, type=OutputFile(), metavar="MAP", help="The file to write.")
 @adapter_a_option
 @adapter_b_option
 @dtype_option

@@ -12,6 +12,7 @@ import click
 
 from kvtool import tiny
 from kvtool.cli._common import (
+    OutputFile,
     adapter_option,
     alignment,
     bar,
@@ -63,7 +64,7 @@ def _finite(value: float) -> float:
     "--to",
     "target",
     nargs=2,
-    type=(click.Choice(["mlx-lm"]), click.Path(dir_okay=False)),
+    type=(click.Choice(["mlx-lm"]), OutputFile()),
     metavar="mlx-lm OUT.safetensors",
     help="Write a file that mlx_lm.generate --prompt-cache-file takes.",
 )

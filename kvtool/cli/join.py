@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from kvtool.cli._common import (
+    OutputFile,
     adapter_option,
     bar,
     calibration_option,
@@ -33,7 +34,7 @@ def _span(text: str | None) -> tuple[int, int | None] | None:
 @click.argument("sources", metavar="IN.kv ...", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @model_option
 @adapter_option
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv", help="May be one of them.")
+@click.option("-o", "--output", required=True, type=OutputFile(), metavar="OUT.kv", help="May be one of them.")
 @click.option(
     "--recompute",
     type=click.IntRange(0),

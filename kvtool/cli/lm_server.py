@@ -1,5 +1,8 @@
 """`kvtool lm-server`: mlx-lm's own OpenAI-compatible server over coded caches."""
 
+import os
+import sys
+
 import click
 
 from kvtool.cli._common import adapter_option, calibration_option, dtype_option, model_option, note, opened, quota_option
@@ -59,11 +62,16 @@ def command(
             note(remark)
     if store is None:
         serve(model, prompts, options, codec=codec)
-        return
-    with opened(store, quota) as place:
-        try:
-            place.known.spaces()  # another key than the store's, or none, is no reason to begin
-        except OSError as error:
-            note(f"nothing comes from the store for now: {error}")
-        with Behind(place, model, store_codec, calibration) as behind:
-            serve(model, prompts, options, codec=codec, behind=behind)
+    else:
+        with opened(store, quota) as place:
+            try:
+                place.known.spaces()  # another key than the store's, or none, is no reason to begin
+            except OSError as error:
+                note(f"nothing comes from the store for now: {error}")
+            with Behind(place, model, store_codec, calibration) as behind:
+                serve(model, prompts, options, codec=codec, behind=behind)
+    # A joined thread that ran the model still frees what MLX compiled in it, and asks the interpreter for its lock: where that is ending
+    # by then, the process aborts. All is written and closed here, so the interpreter need not end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtool.cli._common import (
+    OutputFile,
     adapter_a_option,
     adapter_b_option,
     bar,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--prefix", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens cached.")
 @click.option("--n", "scored", type=click.IntRange(1), default=256, show_default=True, metavar="N", help="Tokens scored after them.")
 @click.option("--step", type=click.IntRange(1), metavar="N", help="Layers of the coarse grid's step; a sixth of them by default.")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="PROFILE", help="The file to write.")
+@click.option("-o", "--output", required=True, type=OutputFile(), metavar="PROFILE", help="The file to write.")
 @adapter_a_option
 @adapter_b_option
 @dtype_option

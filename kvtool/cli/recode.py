@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from kvtool.cli._common import (
+    OutputFile,
     adapter_option,
     alignment,
     bar,
@@ -27,7 +28,7 @@ from kvtool.cli._common import (
 
 @click.command("recode")
 @click.argument("source", metavar="IN.kv", type=click.Path(exists=True, dir_okay=False))
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv", help="May be IN.kv itself.")
+@click.option("-o", "--output", required=True, type=OutputFile(), metavar="OUT.kv", help="May be IN.kv itself.")
 @click.option("--to-model", metavar="M", help="Rotate for this model's live RoPE and make the file its own.")
 @adapter_option
 @map_option

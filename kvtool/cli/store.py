@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtool.cli._common import (
+    OutputFile,
     adapter_option,
     bar,
     calibration_option,
@@ -56,7 +57,7 @@ def command() -> None:
 
 
 @command.command("keygen")
-@click.argument("path", metavar="FILE")
+@click.argument("path", metavar="FILE", type=OutputFile())
 def keygen(path: str) -> None:
     """Make a key for an encrypted store, in a new file that its owner alone can read.
 
@@ -224,7 +225,7 @@ def put(
 @click.option("--tokens", "tokens_file", metavar="F", help="File with its token ids instead (JSON list or integers).")
 @click.option("--chat", is_flag=True, help="Wrap the prompt as a user's message in the model's chat template.")
 @dtype_option
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="OUT.kv")
+@click.option("-o", "--output", required=True, type=OutputFile(), metavar="OUT.kv")
 @json_option
 def get(
     where: str,

@@ -5,14 +5,12 @@ from pathlib import Path
 import click
 
 from formats.errors import KVError
-from kvtool.cli._common import check_store, emit, json_option
+from kvtool.cli._common import OutputFile, check_store, emit, json_option
 from kvtool.service.leaving import clear
 from kvtool.service.tenants import RIGHTS, changing, made, read
 from kvtool.store.addresses import open_objects
 
-file_option = click.option(
-    "--file", "path", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="The file of tenants."
-)
+file_option = click.option("--file", "path", required=True, type=OutputFile(Path), metavar="FILE", help="The file of tenants.")
 
 
 @click.group("tenants")

@@ -58,7 +58,10 @@ Its = Annotated[State, Depends(state_of)]
 
 def _with(right: str, tenant: Tenant) -> None:
     if right not in tenant.rights:
-        raise Refused(403, f"this token may not {right}", hint=f"it may {' and '.join(tenant.rights)}")
+        # Another tenant has other objects, but the same figures of the service.
+        other = "kvtool tenants add NAME --file FILE --may operate makes a token that may"
+        hint = other if right == "operate" else f"it may {' and '.join(tenant.rights)}"
+        raise Refused(403, f"this token may not {right}", hint=hint)
 
 
 def reading(tenant: Known, state: Its) -> Partition:

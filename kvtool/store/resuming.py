@@ -88,13 +88,20 @@ def resume(
     begin, last = ids[:-1], ids[-1]
     plan, tables = (None, None) if codec is None else (codec_plan(codec), resolve(calibration, model.info.weights))
     notes: tuple[str, ...] = ()
-    match, target = None, None
+    match, target, held = None, None, None
+    looked_at = False
     try:
         chosen = None if plan is None else _Target.of(store, model, plan, tables)
         match = store.lookup(ids, model, space=None if chosen is None else chosen.space.key)
-        if not begin or (match is not None and match.usable == len(begin)):
+        if looked_at := bool(begin) and match is not None and match.usable == len(begin):
+            assert match is not None
+            # Only reading tells whether it is all sound: where it is not, the rest is run and put as if it had not been found.
+            held = store.load(ids, model, decode=decode, space=match.space.key)
+        if not begin or (held is not None and held.usable == len(begin)):
             put = False
         target = _continuing(store, match, model, chosen) if put else None
+        if target is None and put and looked_at and held is None:
+            target = _continuing(store, None, model, chosen)
         if put and target is None:
             notes = (
                 "what was run is not put into the store: it would go on from what is turned for this model, or from codes in one piece",
@@ -105,13 +112,14 @@ def resume(
         # A service makes the names of what it holds: where it does not answer there is nothing to look for, and no name to put under.
         notes = (f"the store is out of reach, and what was run is not in it: {error}",)
     if target is None or target.whole:
-        restored = None if match is None else store.load(ids, model, decode=decode, space=match.space.key)
+        restored = held if looked_at or match is None else store.load(ids, model, decode=decode, space=match.space.key)
     else:
         # Whole chunks up to where the end of the prompt will begin: from there on all rows are exact ones.
         first = max(len(begin) - target.plan.recent, 0) // target.space.chunk * target.space.chunk
         restored = store.load(ids[: first + 1], model, decode=decode, ends=False, space=target.space.key) if first else None
     usable = 0 if restored is None else restored.usable
-    notes = notes if restored is None else (*notes, *restored.notes)
+    found = (note for loaded in (held, restored) if loaded is not None for note in loaded.notes)
+    notes = tuple(dict.fromkeys((*notes, *found)))
     how: dict[str, Any] = (
         {} if target is None else {"codec": target.plan, "calibration": target.calibration, "model": model, "chunk": target.space.chunk}
     )
