@@ -21,6 +21,7 @@ from typing import Any
 
 from formats.errors import IncompatibleError
 from formats.manifest import CacheInfo
+from kvtool import tiny
 from kvtool.archive import Archive
 from kvtool.archive import open as open_archive
 from kvtool.bridges.alignment import OVERLAP, token_bytes
@@ -253,7 +254,9 @@ class _Explainer:
         # A token of another tokenizer says in its first layer's rows which it is, and these cost next to nothing.
         plan = f"layers=0-1,{RECOMPUTE}" if aligned and _refusal(lambda: check_stream(self.model)) is None else RECOMPUTE
         across = shlex.join([*recode, "--map", "MAP.safetensors", *by, "--recompute", plan])
-        notes.insert(0, f"kvtool fit takes {self.theirs.name!r} as the file names it: give the folder or repository of that model")
+        shipped = "the model that ships with kvtool: if the file's is another, give its folder or repository"
+        other = "the file names it: give the folder or repository of that model"
+        notes.insert(0, f"kvtool fit takes {self.theirs.name!r} as {shipped if self.theirs.name in tiny.NAMES else other}")
         return (fit, across, measure), (() if "recode" in blocked else (shlex.join(recode),)), tuple(notes)
 
 

@@ -73,9 +73,15 @@ def check_stream(model: LoadedModel) -> None:
             raise IncompatibleError(f"{model.info.name}: the input of layer {i + 1} is not the output of layer {i}", hint=_HINT)
 
 
+def entered(layers: Iterable[int]) -> str:
+    """Layer inputs in words."""
+    names = [str(layer) for layer in layers]
+    return f"what entered layer{'' if len(names) == 1 else 's'} {', '.join(names)}"
+
+
 def inputs_left_out(layers: Iterable[int], name: str, why: str) -> str:
     """The remark that layer inputs of a model are not kept, and why."""
-    return f"what entered layers {', '.join(map(str, layers))} of {name} is left out: {why}"
+    return f"{entered(layers)} of {name} is left out: {why}"
 
 
 @contextmanager

@@ -72,10 +72,12 @@ def load_model(source: str | Path, *, dtype: str = "auto", adapter: str | Path |
         LoadedModel
     Raises:
         IncompatibleError: there is no such model or adapter, mlx-lm cannot load it, or its files changed meanwhile.
-        ValueError: unknown dtype.
+        ValueError: unknown dtype, or an empty name.
     """
     if dtype not in ("auto", "stored", *DTYPES):
         raise ValueError(f"[load_model] dtype must be one of auto, stored, {', '.join(DTYPES)}, but got {dtype!r}.")
+    if not str(source):
+        raise ValueError("[load_model] model must be a directory, a repository id or tiny-a, but got ''.")
     folder = _folder(source)
     config = _config(folder, "correct it, or copy it again" if Path(source).is_dir() else "download the model again")
     files = ModelFiles.of(folder, None if adapter is None else Path(adapter))

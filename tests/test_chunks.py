@@ -119,7 +119,7 @@ def test_layer_inputs_are_those_of_the_rows(tiny_a: LoadedModel, ids: list[int])
     assert np.allclose(f64(part[:68]), f64(whole.inputs[1][:68]), atol=1e-4) and np.array_equal(f64(part[68:]), f64(two.inputs[1][8:]))
     assert np.array_equal(f64(cut(source_of_snapshot(whole), tiny_a, 10, 30).inputs[2]), f64(whole.inputs[2][10:30]))
     lacking = join([source_of_snapshot(one), source_of_snapshot(capture(tiny_a, ids[60:100], layer_inputs=[2]))], tiny_a)
-    assert sorted(lacking.inputs) == [2] and "what entered layers 1 is left out, which not all chunks have" in lacking.history[-1]["note"]
+    assert sorted(lacking.inputs) == [2] and "what entered layer 1 is left out, which not all chunks have" in lacking.history[-1]["note"]
 
 
 def test_layer_inputs_through_files(tiny_a: LoadedModel, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,7 @@ def test_layer_inputs_through_files(tiny_a: LoadedModel, ids: list[int], tmp_pat
         twice = mx.concatenate([a.decoder.layer_input(1)] * 2)
         assert np.allclose(f64(b.decoder.layer_input(1)), f64(twice), atol=0.02 * float(mx.abs(twice).max()))
     assert run(["store", "put", store, one, "--model", "tiny-a"]) == 0
-    remark = "what entered layers 1 of tiny-a is left out: "
+    remark = "what entered layer 1 of tiny-a is left out: "
     assert remark + "a store keeps keys and values alone" in capsys.readouterr().err
     assert run(["recode", one, "-o", out, "--to-model", "tiny-b", "--recompute", "layers=1-2"]) == 0
     assert remark + "it is not tiny-b's" in capsys.readouterr().err
@@ -147,6 +147,14 @@ def test_by_command(tiny_a: LoadedModel, ids: list[int], tmp_path: Path, capsys:
     with kvtool.open(out) as archive:
         assert [step["step"] for step in archive.manifest.quality] == ["encode", "join", "encode"]
     assert run(["import", out, "--model", "tiny-a", "--prompt", " and", "--max-tokens", "2"]) == 0
+    assert "written as raw" not in capsys.readouterr().err
+    again = f"kvtool recode {out} -o {out} --codec rvq-4"
+    assert run(["join", one, one, "--model", "tiny-a", "-o", out]) == 0
+    assert f"written as raw: {Path(out).stat().st_size:,} bytes, from {2 * Path(one).stat().st_size:,} coded by rvq-4" in (
+        said := capsys.readouterr().err
+    )
+    assert said.strip().endswith(again) and run(again.split()[1:]) == 0
+    assert Path(out).stat().st_size < 2 * Path(one).stat().st_size
     assert run(["join", one, "--model", "tiny-a", "--tokens", ":50", "-o", out]) == 0
     with kvtool.open(out) as archive:
         assert archive.length == 50

@@ -394,6 +394,8 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         ["export", "--model", "tiny-a", "--prompt", "a", "--sink", "-1", "-o", "x.kv"],
         ["export", "--model", "tiny-a", "--prompt-file", "missing.txt", "-o", "x.kv"],
         ["import", "missing.kv", "--model", "tiny-a"],
+        ["export", "--model", "", "--prompt", "a", "-o", "x.kv"],
+        ["demo", "--model", ""],
         ["inspect", "missing.kv"],
         ["check", "missing.kv"],
         ["check"],

@@ -187,6 +187,13 @@ def test_one_name_for_two_models(tmp_path: Path, tiny_a: LoadedModel) -> None:
         kvtool.load(tmp_path / "b.kv", renamed(tiny("llama"), adapter="cd" * 32))
 
 
+def test_a_shipped_model_needs_no_folder(tmp_path: Path, tiny_a: LoadedModel, tiny_b: LoadedModel) -> None:
+    kvtool.save(kvtool.capture(tiny_a, "A long shared prompt."), tmp_path / "a.kv")
+    assert explain(tmp_path / "a.kv", tiny_b).notes[0].startswith("kvtool fit takes 'tiny-a' as the model that ships with kvtool")
+    saved(tuned(), tmp_path / "a.kv")
+    assert explain(tmp_path / "a.kv", tiny("llama")).notes[0].startswith("kvtool fit takes 'tuned' as the file names it: give the folder")
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_a: LoadedModel) -> None:
     path = tmp_path / "a file.kv"
     kvtool.save(kvtool.capture(tiny_a, "A long shared prompt. " * 9), path)

@@ -15,6 +15,7 @@ from formats.manifest import ModelInfo
 from formats.profile import KIND, Profile, Row, read_profile, to_bytes, write_profile
 from kvtool import tiny
 from kvtool.bridges import profiling
+from kvtool.bridges.bridging import planned
 from kvtool.bridges.profiling import choose, profile
 from kvtool.bridges.recompute import Recompute
 from kvtool.bridges.transferring import source_of_snapshot, transfer
@@ -222,6 +223,17 @@ def test_a_choice_that_cannot_be_made(tiny_a: LoadedModel, tiny_b: LoadedModel) 
         choose(found(), source, tiny_a, mapping=None, share=0.5)
     with pytest.raises(IncompatibleError, match="measured with no map, not with map ffff"):
         choose(found(), source, tiny_b, digest="f" * 64, share=0.5)
+
+
+def test_a_plan_that_a_layer_input_would_allow_is_named(tmp_path: Path, tiny_a: LoadedModel, tiny_b: LoadedModel) -> None:
+    cheap = replace(found(), rows=tuple(replace(row, kl=0.0) if row.plan == "layers=3-4" else row for row in found().rows))
+    (tmp_path / "p").write_bytes(to_bytes(cheap))
+    for inputs in ([], [3]):
+        kvtool.save(capture(tiny_a, texts()["one"][:PREFIX], layer_inputs=inputs), tmp_path / "a.kv")
+        row, _, better = planned(tmp_path / "a.kv", tiny_b, tmp_path / "p", share=0.5)
+        assert (row.plan == "layers=3-4") == (better is None) == bool(inputs)
+        assert better is None or "kvtool export --layer-input 3 would allow layers=3-4: " in better
+        assert planned(tmp_path / "a.kv", tiny_b, tmp_path / "p", share=0.0)[2] is None
 
 
 def test_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

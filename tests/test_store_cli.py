@@ -172,3 +172,47 @@ def test_sizes(text: str, size: int | None) -> None:
             Size().convert(text, None, None)
     else:
         assert Size().convert(text, None, None) == size
+
+
+def test_a_damaged_space_is_one_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = tmp_path / "s"
+    assert run(["export", *MODEL, "--prompt", PROMPT, "--codec", "rvq-4", "--store", str(where)]) == 0
+    assert run(["store", "ls", str(where)]) == 0 and "1 prompt, " in capsys.readouterr().out
+    space = next(where.glob("objects/spaces/*.json"))
+    space.write_bytes(space.read_bytes()[:-9])
+    for arguments in (
+        ["store", "ls", str(where)],
+        ["import", "--store", str(where), *MODEL, "--prompt", PROMPT, "--max-tokens", "1", "--no-put"],
+    ):
+        assert run(arguments) == 0
+        said = capsys.readouterr().err
+        assert [line for line in said.splitlines() if space.name in line and line.startswith("note: ")] and said.count(space.name) <= 2
+        assert "kvtool.store" not in said
+        lines = [line for line in said.splitlines() if line.startswith("note: ")]
+        assert len(set(lines)) == len(lines)
+    assert run(["store", "check", str(where)]) == 1 and f"{where}: 1 problem, " in capsys.readouterr().out
+
+
+def test_what_is_logged_and_noted_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = tmp_path / "s"
+    assert run(["export", *MODEL, "--prompt", PROMPT, "--codec", "rvq-4", "--store", str(where)]) == 0
+    path = next(where.glob("objects/chunks/*/*.kv"))
+    path.write_bytes(path.read_bytes()[:-9])
+    capsys.readouterr()
+    assert run(["import", "--store", str(where), *MODEL, "--prompt", PROMPT, "--max-tokens", "1"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if "damaged" in line]) == 1 and all(line.startswith("note: ") for line in said[:-1])
+
+
+def test_an_encrypted_store_is_named_by_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cryptography", reason="cryptography is not installed")
+    where, key = tmp_path / "s", tmp_path / "key"
+    assert run(["store", "keygen", str(key)]) == 0
+    monkeypatch.setenv("KVTOOL_STORE_KEY", str(key))
+    assert run(["export", *MODEL, "--prompt", "one two", "--store", str(where)]) == 0
+    monkeypatch.delenv("KVTOOL_STORE_KEY")
+    capsys.readouterr()
+    assert run(["store", "ls", str(where)]) == 5
+    assert f"error: {where}: the store is encrypted" in capsys.readouterr().err

@@ -38,6 +38,11 @@ def test_addresses_that_are_none(address: str) -> None:
     assert "secret" not in str(caught.value)
 
 
+def test_a_service_out_of_reach_is_named_by_its_address() -> None:
+    with pytest.raises(ConnectionError, match=r"^http://127\.0\.0\.1:1 cannot be reached"):
+        list(Served("http://127.0.0.1:1", "t").names())
+
+
 @pytest.mark.parametrize("token", ["kvt_secret\nx", "kvt_secr\u20ac", "kvt secret"])
 def test_a_token_that_is_none_is_not_shown(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t").write_text(token, encoding="utf-8")

@@ -5,13 +5,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from formats.files import naming
 from formats.profile import Row, read_profile
 from formats.transfer_map import MapFile, read_map
-from kvtool.archive import Restored, SaveReport, save
+from kvtool.archive import Archive, Restored, SaveReport, save
 from kvtool.archive import open as open_archive
 from kvtool.bridges.alignment import OVERLAP
 from kvtool.bridges.profiling import choose
@@ -73,12 +74,18 @@ def transferred(
         plan = Recompute.parse(recompute, given.length) if isinstance(recompute, str) else recompute
         remarks = () if not given.inputs else (inputs_left_out(given.inputs, given.model.name, f"it is not {model.info.name}'s"),)
         chosen = mapping if isinstance(mapping, MapFile) or mapping is None else read_map(mapping)[0]
-        steps = [step["codec"] for step in archive.manifest.quality if isinstance(step.get("codec"), str)]
+        own = coded_by(archive)
         opened = time.perf_counter()
         snapshot = transfer(given, model, mapping=chosen, recompute=plan, progress=progress)
     step = snapshot.history[-1]
     step["seconds"] = {"load": round(opened - begun, 4), **step["seconds"]}
-    return snapshot, next((spec for spec in reversed(steps) if spec != "as stored"), None), remarks
+    return snapshot, own, remarks
+
+
+def coded_by(archive: Archive) -> str | None:
+    """The codec of a file's last lossy step, None where there was none."""
+    steps = [step["codec"] for step in archive.manifest.quality if isinstance(step.get("codec"), str)]
+    return next((spec for spec in reversed(steps) if spec != "as stored"), None)
 
 
 def planned(
@@ -90,12 +97,22 @@ def planned(
     share: float | None = None,
     kl: float | None = None,
     calibration: str | os.PathLike[str] | Calibration | None = None,
-) -> tuple[Row, float]:
-    """What to recompute of a file, by a profile of the pair: the row, and its share for this file. Arguments and errors as `choose`."""
+) -> tuple[Row, float, str | None]:
+    """What to recompute of a file, by a profile of the pair: the row, and its share for this file. Arguments and errors as `choose`.
+
+    The third is a remark where a layer input that the file does not hold would allow a better plan.
+    """
     with open_archive(source, calibration=calibration) as archive:
         used, digest = (None, None) if mapping is None else read_map(mapping)
         with naming(os.fspath(profile)):
-            return choose(read_profile(profile)[0], source_of(archive), model, mapping=used, digest=digest, share=share, kl=kl)
+            found, given = read_profile(profile)[0], source_of(archive)
+            row, part = choose(found, given, model, mapping=used, digest=digest, share=share, kl=kl)
+            every = {layer: partial(given.layer_input, layer) for layer in range(len(given.shapes))}
+            best, least = choose(found, replace(given, inputs=every), model, mapping=used, digest=digest, share=share, kl=kl)
+    layer = Recompute.parse(best.plan, given.length).needs_input if best.plan else None
+    if best == row or layer is None or layer in given.inputs:
+        return row, part, None
+    return row, part, f"kvtool export --layer-input {layer} would allow {best.plan}: {least:.1%} of a prefill, KL {best.kl:.4g}"
 
 
 def recode_across(

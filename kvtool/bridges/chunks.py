@@ -15,7 +15,7 @@ from kvtool.bridges.running import continued, full_state
 from kvtool.bridges.transferring import Source, cached
 from kvtool.capturing import Snapshot
 from kvtool.compat import computing_problems, tokenizer_difference, told_apart
-from kvtool.hidden import inputs_taken
+from kvtool.hidden import entered, inputs_taken
 from kvtool.model import LoadedModel
 from kvtool.states import CacheState
 
@@ -63,7 +63,7 @@ def join(sources: Sequence[Source], model: LoadedModel, recompute: int = 0) -> S
     step["note"] = f"{len(sources)} chunks, of which later ones have not seen earlier ones; {ran} tokens at their beginnings recomputed"
     left_out = sorted(set.union(*(set(source.inputs) for source in sources)) - set(kept))
     if left_out:
-        step["note"] += f"; what entered layers {', '.join(map(str, left_out))} is left out, which not all chunks have"
+        step["note"] += f"; {entered(left_out)} is left out, which not all chunks have"
     history = (*(entry for source in sources for entry in source.history), *([step] if len(sources) > 1 else []))
     rows = {layer: mx.concatenate(parts) for layer, parts in inputs.items()}
     mx.eval(rows)

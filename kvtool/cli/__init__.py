@@ -20,7 +20,7 @@ import click
 from formats.atomic import NOT_REGULAR
 from formats.errors import BackendError, KVError
 from kvtool.blas import use_openblas
-from kvtool.cli._common import printable
+from kvtool.cli._common import first_note, forget_notes, printable
 from kvtool.version import __version__
 
 COMMANDS = {
@@ -51,8 +51,17 @@ INTERRUPTED = 130
 READER_GONE = 141
 USAGE = 2
 IO_ERROR = 1
+LONG_RUNNING = ("lm-server", "serve")  # where a warning that comes again is news
 BACK_END = ("mlx", "mlx_lm")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class LogFormatter(logging.Formatter):
+    """A warning reads as the notes of the commands do; what -v adds is said by its module."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = printable(record.getMessage())
+        return f"note: {text}" if record.levelno >= logging.WARNING else f"{record.name}: {text}"
 
 
 class ReaderGone(Exception):
@@ -91,7 +100,8 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("-v", "--verbose", count=True, help="Log what is done; -vv also shows tracebacks.")
 @click.version_option(__version__, prog_name="kvtool")
-def group(verbose: int) -> None:
+@click.pass_context
+def group(ctx: click.Context, verbose: int) -> None:
     """Capture, compress, store and reuse the KV cache of mlx-lm models, in the same model or another one.
 
     \b
@@ -101,8 +111,12 @@ def group(verbose: int) -> None:
     """
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter())
+    forget_notes()
+    if ctx.invoked_subcommand not in LONG_RUNNING:
+        handler.addFilter(lambda record: record.levelno < logging.WARNING or first_note(record.getMessage()))
     logging.getLogger("kvtool").addHandler(handler)
+    ctx.call_on_close(lambda: logging.getLogger("kvtool").removeHandler(handler))
     logging.getLogger("kvtool").setLevel(level)
     use_openblas()
 

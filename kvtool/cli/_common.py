@@ -131,9 +131,25 @@ def printable(text: str) -> str:
     return "".join(char if char >= " " and not "\x7f" <= char <= "\x9f" else f"\\x{ord(char):02x}" for char in text)
 
 
+_noted: set[str] = set()
+
+
+def forget_notes() -> None:
+    """A new command begins: nothing has been said."""
+    _noted.clear()
+
+
+def first_note(text: str) -> bool:
+    """Whether this command says that for the first time."""
+    known = text in _noted
+    _noted.add(text)
+    return not known
+
+
 def note(text: str) -> None:
-    """Print a remark on stderr."""
-    click.echo(f"note: {printable(text)}", err=True)
+    """Print a remark on stderr, once."""
+    if first_note(text):
+        click.echo(f"note: {printable(text)}", err=True)
 
 
 @contextmanager
@@ -220,6 +236,11 @@ def check_target(path: str) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
         raise OSError(code, os.strerror(code), target)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: 1 prompt, 2 prompts."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def percent(part: float, whole: float) -> str:

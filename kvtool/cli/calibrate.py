@@ -9,7 +9,18 @@ import click
 
 from formats.calibration import to_bytes, write_calibration
 from kvtool import calibration_store as store
-from kvtool.cli._common import OutputFile, adapter_option, bar, check_target, dtype_option, emit, json_option, model_option, named_texts
+from kvtool.cli._common import (
+    OutputFile,
+    adapter_option,
+    bar,
+    check_target,
+    counted,
+    dtype_option,
+    emit,
+    json_option,
+    model_option,
+    named_texts,
+)
 
 
 @click.command("calibrate")
@@ -73,7 +84,7 @@ def _text(data: dict[str, Any], use: str) -> str:
         f"{data['path']}: calibration of {data['model']}, {data['file_bytes']:,} bytes, made in {data['seconds']:.0f} s",
         f"  digest {data['digest']}",
         f"  {count} of {count + len(data['skipped'])} layers, tables for {', '.join(data['kinds'])}",
-        f"  {data['tokens']:,} tokens of {len(data['texts'])} texts",
+        f"  {data['tokens']:,} tokens of {counted(len(data['texts']), 'text')}",
         f"  {data['rows']:,} rows kept; Fisher metric of {data['gradients']:,} gradients",
     ]
     lines += [f"  layer {name} skipped: {why}" for name, why in data["skipped"].items()]

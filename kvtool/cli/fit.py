@@ -13,6 +13,7 @@ from kvtool.cli._common import (
     adapter_b_option,
     bar,
     check_target,
+    counted,
     dtype_option,
     emit,
     json_option,
@@ -103,7 +104,7 @@ def command(
         data,
         f"{output}: {mapping.source.name} to {mapping.target.name}, {data['file_bytes']:,} bytes, made in {data['seconds']:.0f} s\n"
         f"  digest {digest}\n"
-        f"  {len(layers)} layers, {mapping.tokens:,} tokens of {len(mapping.texts)} texts\n"
+        f"  {len(layers)} layers, {mapping.tokens:,} tokens of {counted(len(mapping.texts), 'text')}\n"
         f"  energy left unexplained on texts not fitted on: {min(left):.1%} to {max(left):.1%}\n"
         f"  use: {use}",
     )

@@ -18,6 +18,7 @@ from kvtool.cli._common import (
     bar,
     calibration_option,
     check_target,
+    counted,
     dtype_option,
     emit,
     from_model_option,
@@ -186,7 +187,7 @@ def command(
             "load_seconds": round(time.perf_counter() - start, 4),
             "notes": list(resumed.notes),
         }
-        joined = "nothing put" if resumed.put is None else f"{resumed.put.new} objects put"
+        joined = "nothing put" if resumed.put is None else f"{counted(resumed.put.new, 'object')} put"
         line = f"{resumed.usable} of {len(tokens)} tokens from {where}, {resumed.ran} run, {joined}"
         _generate(model, resumed.cache, [resumed.last], max_tokens, temperature, about, line, as_json)
         return

@@ -1,5 +1,7 @@
 """`kvtool join`: caches of one model one after another, or a part of one."""
 
+import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from kvtool.cli._common import (
     emit,
     json_option,
     model_option,
+    note,
     quality_line,
     save_lines,
 )
@@ -44,7 +47,7 @@ def _span(text: str | None) -> tuple[int, int | None] | None:
     help="Run the first N tokens of each later chunk anew.",
 )
 @click.option("--tokens", metavar="A:B", help="Of one file: these tokens alone, moved to position 0. A beginning is exact.")
-@click.option("--codec", metavar="SPEC", default="raw", show_default=True, help="Encode with this codec.")
+@click.option("--codec", metavar="SPEC", show_default="raw", help="Encode with this codec.")
 @calibration_option
 @dtype_option
 @json_option
@@ -55,7 +58,7 @@ def command(
     output: str,
     recompute: int,
     tokens: str | None,
-    codec: str,
+    codec: str | None,
     calibration: str | None,
     dtype: str,
     as_json: bool,
@@ -74,16 +77,20 @@ def command(
     if span is not None and (len(sources) > 1 or recompute):
         raise click.UsageError("--tokens takes one file, and no --recompute")
     check_target(output)
+    before = sum(os.path.getsize(source) for source in sources)
 
     from kvtool.archive import open as open_archive
     from kvtool.archive import save
+    from kvtool.bridges.bridging import coded_by
     from kvtool.bridges.chunks import cut, join
     from kvtool.bridges.transferring import Source, source_of
+    from kvtool.encoding import codec_plan
     from kvtool.model import load_model
 
     model = load_model(model_name, dtype=dtype, adapter=adapter)
     archives = [open_archive(source, calibration=calibration) for source in sources]
     try:
+        plans = [codec_plan(spec) for spec in map(coded_by, archives) if spec is not None]
         chunks: list[Source] = [source_of(archive) for archive in archives]
         if span is None:
             snapshot = join(chunks, model, recompute)
@@ -93,6 +100,9 @@ def command(
         for archive in archives:
             archive.close()
     with bar("writing", quiet=as_json) as progress:
-        report = save(snapshot, output, codec=codec, model=model, progress=progress)
+        report = save(snapshot, output, codec=codec or "raw", model=model, progress=progress)
+    if codec is None and report.file_bytes > before and (lossy := [plan.spec() for plan in plans if not plan.lossless]):
+        again = shlex.join(["kvtool", "recode", output, "-o", output, "--codec", lossy[0]])
+        note(f"written as raw: {report.file_bytes:,} bytes, from {before:,} coded by {lossy[0]}; join with --codec {lossy[0]}, or {again}")
     lines = [save_lines(report), *(f"  {quality_line(step)}" for step in snapshot.history if step["step"] in ("join", "cut"))]
     emit(as_json, {**asdict(report), "sources": [str(Path(source)) for source in sources]}, "\n".join(lines))

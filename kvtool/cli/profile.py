@@ -14,6 +14,7 @@ from kvtool.cli._common import (
     adapter_b_option,
     bar,
     check_target,
+    counted,
     dtype_option,
     emit,
     json_option,
@@ -97,7 +98,8 @@ def command(
         "seconds": round(time.monotonic() - start, 1),
     }
     use = ["kvtool", "recode", "IN.kv", "-o", "OUT.kv", "--to-model", *target.arguments, *(["--map", mapping] if mapping else [])]
-    head = f"{output}: {found.source.name} to {found.target.name}, {len(found.texts)} texts, {prefix} tokens cached, {scored} scored"
+    number = counted(len(found.texts), "text")
+    head = f"{output}: {found.source.name} to {found.target.name}, {number}, {prefix} tokens cached, {scored} scored"
     emit(as_json, data, "\n".join([head, *table(found), f"  use: {shlex.join([*use, '--profile', output, '--share', '20%'])}"]))
 
 

@@ -116,9 +116,11 @@ def command(
     by: dict[str, Any] = {} if from_model is None else {"from_model": load_model(from_model, dtype=dtype), **least}
     if profile is not None:
         assert target is not None
-        row, part = planned(source, target, profile, mapping=mapping, share=most, kl=kl, calibration=calibration)
+        row, part, better = planned(source, target, profile, mapping=mapping, share=most, kl=kl, calibration=calibration)
         recompute = row.plan or None
         note(f"{row.plan or 'nothing recomputed'}: {part:.1%} of a prefill; the profile's texts gave KL {row.kl:.4g}, top-1 {row.top1:.3f}")
+        if better is not None:
+            note(better)
         across = mapping is not None or recompute is not None
     with bar("writing", quiet=as_json) as progress:
         if across:

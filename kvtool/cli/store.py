@@ -15,6 +15,7 @@ from kvtool.cli._common import (
     calibration_option,
     check_store,
     check_target,
+    counted,
     dtype_option,
     emit,
     json_option,
@@ -88,7 +89,8 @@ def ls(where: str, chunks: bool, as_json: bool) -> None:
     with opened(where) as store:
         entries = sorted(store.entries(), key=lambda entry: -entry.used)
     shown = [entry for entry in entries if chunks or entry.kind == "tail"]
-    lines = [f"{where}: {sum(e.kind == 'tail' for e in entries)} prompts, {sum(e.kind == 'chunk' for e in entries)} chunks"]
+    ends, chunked = (sum(entry.kind == kind for entry in entries) for kind in ("tail", "chunk"))
+    lines = [f"{where}: {counted(ends, 'prompt')}, {counted(chunked, 'chunk')}"]
     for entry in shown:
         used = datetime.fromtimestamp(entry.used, UTC).isoformat(sep=" ", timespec="seconds")[:19]
         rows = f"tokens {entry.start} to {entry.start + entry.tokens}"
@@ -132,9 +134,9 @@ def check(ctx: click.Context, where: str, as_json: bool) -> None:
     """
     with opened(where) as store, bar("checking", quiet=as_json) as progress:
         found = store.check(progress)
-    lines = [f"{where}: {'sound' if not found.problems else f'{len(found.problems)} problems'}, {found.objects} objects"]
+    lines = [f"{where}: {'sound' if not found.problems else counted(len(found.problems), 'problem')}, {counted(found.objects, 'object')}"]
     lines += [f"  {problem.name}: {problem.kind}: {printable(problem.what)}" for problem in found.problems]
-    lines += [f"  {len(found.lost)} objects follow what is gone; kvtool store gc removes them"] if found.lost else []
+    lines += [f"  {counted(len(found.lost), 'object')} after what is gone; kvtool store gc removes them"] if found.lost else []
     lines += [f"  {found.unfinished:,} bytes are on their way, or of writers that died"] if found.unfinished else []
     emit(as_json, {"store": where, "sound": not found.problems, **asdict(found)}, "\n".join(lines))
     ctx.exit(1 if found.problems else 0)

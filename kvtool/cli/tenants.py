@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from formats.errors import KVError
-from kvtool.cli._common import OutputFile, check_store, emit, json_option
+from kvtool.cli._common import OutputFile, check_store, counted, emit, json_option
 from kvtool.service.leaving import clear
 from kvtool.service.tenants import RIGHTS, changing, made, read
 from kvtool.store.addresses import open_objects
@@ -95,5 +95,5 @@ def rm(name: str, path: Path, store: str | None, keep: bool, as_json: bool) -> N
         objects = open_objects(store)
         count, freed = clear(objects, gone.folder)
         objects.close()
-    told = f"its objects are below {gone.folder}" if keep else f"{count} objects, {freed:,} bytes freed"
+    told = f"its objects are below {gone.folder}" if keep else f"{counted(count, 'object')}, {freed:,} bytes freed"
     emit(as_json, {"name": name, "folder": gone.folder, "kept": keep, "objects": count, "freed_bytes": freed}, f"removed; {told}")

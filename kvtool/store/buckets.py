@@ -86,6 +86,9 @@ class Buckets:
     def __repr__(self) -> str:
         return f"Buckets({self.url!r})"
 
+    def __str__(self) -> str:
+        return self.url
+
     @property
     def scratch(self) -> Path:
         return self._scratch.folder()

@@ -34,6 +34,7 @@ class Descriptions:
         self.objects = objects
         self._spaces: dict[str, Space] = {}
         self._models: dict[str, dict[str, Any]] = {}
+        self._passed_over: set[str] = set()  # said already: every lookup reads them again
 
     def spaces(self) -> list[Space]:
         """All spaces that are there now, in the order of their names; one that cannot be read is passed over with a logged warning.
@@ -51,13 +52,15 @@ class Descriptions:
             except Missing:
                 continue
             except (KVError, OSError) as error:
-                logger.warning("%s is passed over: %s", name, error)
+                if name not in self._passed_over:
+                    self._passed_over.add(name)
+                    logger.warning("%s is passed over: %s", name, error)
         return [self._spaces[name] for name in sorted(self._spaces)]
 
     def _space(self, name: str) -> Space:
         data = read_short(self.objects, name)
         if data.startswith(MAGIC):
-            raise IncompatibleError("the store is encrypted", path=repr(self.objects), hint="give its key file in KVTOOL_STORE_KEY")
+            raise IncompatibleError("the store is encrypted", path=str(self.objects), hint="give its key file in KVTOOL_STORE_KEY")
         return Space.parse(data, name.removeprefix("spaces/").removesuffix(".json"), self.objects.name_key)
 
     def model(self, weights: str) -> dict[str, Any]:

@@ -50,6 +50,9 @@ class Folder:
     def __repr__(self) -> str:
         return f"Folder({str(self.root)!r})"
 
+    def __str__(self) -> str:
+        return str(self.root)
+
     @property
     def scratch(self) -> Path:
         with self._opening:

@@ -75,6 +75,9 @@ class LocalCopy:
     def __repr__(self) -> str:
         return f"LocalCopy({self.remote!r})"
 
+    def __str__(self) -> str:
+        return str(self.remote)
+
     @property
     def local(self) -> Folder:
         """The folder of copies."""
@@ -187,7 +190,7 @@ class LocalCopy:
             for start in range(0, size, _BLOCK):
                 file.write(self.remote.read(name, start, min(_BLOCK, size - start)))
             if file.tell() != size:
-                raise IntegrityError(f"{file.tell()} bytes came, {size} were promised", path=f"{self.remote!r}: {name}")
+                raise IntegrityError(f"{file.tell()} bytes came, {size} were promised", path=f"{self.remote}: {name}")
         self._check(target)
 
     def _make_room(self, size: int) -> None:

@@ -176,7 +176,7 @@ def _joined(
             raise _lost(node, error) from error
     who = replace(model.info, dtype=match.space.about["model"]["dtype"])
     try:
-        whole = Joined(parts, who, f"{objects!r}: {match.id[:12]}")
+        whole = Joined(parts, who, f"{objects}: {match.id[:12]}")
     except KVError as error:
         raise Lost(match.space.name, f"{match.space.codec} chunks cannot be joined: {error}") from error
     return stack.enter_context(whole)

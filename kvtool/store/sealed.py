@@ -60,6 +60,9 @@ class Sealed:
     def __repr__(self) -> str:
         return f"Sealed({self.inner!r}, key {self._id.hex()[:8]})"
 
+    def __str__(self) -> str:
+        return str(self.inner)
+
     @property
     def scratch(self) -> Path:
         return self._scratch.folder()
@@ -80,9 +83,7 @@ class Sealed:
         header = self.inner.read(name, 0, HEADER)
         if "/spaces/" in f"/{name}" and header.startswith(b'{"'):
             # Neither what is there nor what a put would add could be read by whoever goes on without the key, or with it.
-            raise IncompatibleError(
-                "the store is not encrypted", path=repr(self.inner), hint="unset KVTOOL_STORE_KEY, or use another store"
-            )
+            raise IncompatibleError("the store is not encrypted", path=str(self.inner), hint="unset KVTOOL_STORE_KEY, or use another store")
         if len(header) != HEADER or not header.startswith(MAGIC):
             raise IntegrityError("not an encrypted object of kvtool", path=name, hint="this store was made without a key")
         key_id = header[len(MAGIC) : -_SALT]

@@ -70,6 +70,9 @@ class Served:
     def __repr__(self) -> str:
         return f"Served({self._base.removesuffix('/v1')!r})"
 
+    def __str__(self) -> str:
+        return self._base.removesuffix("/v1")
+
     @property
     def name_key(self) -> bytes:
         """The tenant's salt: what its prompts' keys are made with."""
@@ -194,7 +197,7 @@ class Served:
             answer = self._pool.request(method, self._base + path, headers=head | (headers or {}), **more)
         except urllib3.exceptions.HTTPError as error:
             cause = getattr(error, "reason", None) or error
-            raise ConnectionError(f"{self!r} cannot be reached or broke off: {cause}") from error
+            raise ConnectionError(f"{self} cannot be reached or broke off: {cause}") from error
         if answer.status in ok:
             return answer
         said = _said(answer)

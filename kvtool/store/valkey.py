@@ -102,6 +102,9 @@ class Valkey:
     def __repr__(self) -> str:
         return f"Valkey({self.url!r}, prefix={self._prefix!r})"
 
+    def __str__(self) -> str:
+        return self.url
+
     @property
     def scratch(self) -> Path:
         return self._scratch.folder()
