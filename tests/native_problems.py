@@ -18,6 +18,7 @@ import pytest
 from tests.test_coded import assert_close, bias_of, queries, rows_of_block, stacked
 from veloxquant_mlx import native
 from veloxquant_mlx.caches.blocks import Block
+from veloxquant_mlx.codecs.tc import KeyReader, Predictor
 from veloxquant_mlx.transfer.rope import cos_sin
 
 ROOT = Path(__file__).parent.parent
@@ -111,11 +112,11 @@ class Recorder:
     def rotation(self, signs: np.ndarray, hartley: np.ndarray) -> None:
         self.turn = signs, hartley
 
-    def components(self, *coded: np.ndarray) -> None:
-        self.component, self.type = components(*coded), 4
+    def components(self, codes: np.ndarray, quantisers: tuple[np.ndarray, ...]) -> None:
+        self.component, self.type = components(codes, *quantisers), 4
 
-    def sizes(self, *coded: np.ndarray) -> None:
-        self.size = components(*coded)
+    def sizes(self, codes: np.ndarray, quantisers: tuple[np.ndarray, ...]) -> None:
+        self.size = components(codes, *quantisers)
 
     def basis(self, basis: np.ndarray) -> None:
         self.rows = padded(basis)
@@ -176,6 +177,10 @@ class Case:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "stored", Recorder)
             patch.setattr(native, "max_dim", lambda: 512)
+            patch.setattr(native, "quantisers", lambda *given: given)
+            # Not what a codec keeps: that is the extension's own.
+            patch.setattr(KeyReader, "quantisers", property(lambda own: own.components.stored(own.heads)))
+            patch.setattr(Predictor, "quantisers", property(lambda own: own.components.stored(own.heads)))
             sides = [block.k.reader.stored.written(), block.v.reader.stored_beside(block.k.reader).written()]
         q, angles = self.q(), None if rope is None else np.array(cos_sin(rope, block.first, block.stop))
         at = np.tile(np.arange(block.count - self.count, block.count), 3)
