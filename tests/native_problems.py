@@ -7,7 +7,9 @@ import os
 import struct
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,14 @@ def build(folder: Path, compiler: str, machine: str, levels: Sequence[str], *opt
     gcc = [] if "clang" in compiler else ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
     common = [compiler, "-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", *WARNINGS, *gcc, *options, f"-DKVTOOL_{machine}"]
     common.append(f"-I{SRC}")
-    objects = []
+    objects, commands = [], []
     for level in levels:
         for source in sorted(SRC.glob("*.cpp")):
             if source.stem != "pool" and not source.stem.startswith("bind"):
                 objects.append(folder / f"{source.stem}-{level}.o")
-                command = [*common, *SIMD[level], f"-DKVTOOL_LEVEL={level}", "-c", str(source), "-o", str(objects[-1])]
-                subprocess.run(command, check=True)
+                commands.append([*common, *SIMD[level], f"-DKVTOOL_LEVEL={level}", "-c", str(source), "-o", str(objects[-1])])
+    with ThreadPoolExecutor(os.cpu_count()) as compiling:
+        list(compiling.map(partial(subprocess.run, check=True), commands))
     program = folder / "run_problems"
     parts = [str(ROOT / "tests" / "native" / "run_problems.cpp"), str(SRC / "pool.cpp"), *map(str, objects)]
     subprocess.run([*common, *parts, "-pthread", "-o", str(program)], check=True)
