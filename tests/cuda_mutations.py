@@ -58,8 +58,7 @@ CUDA_MUTATIONS = (
         ("decode: one step",),
     ),
     Mutation(
-        "scalar_fused_decode_attend", "decode: odd zeros too small", "fmaf(16.0f, odd[column]", "fmaf(1.0f, odd[column]",
-        ("decode: one step",),
+        "scalar_fused_decode_attend", "decode: zeros of keys twice", "(0.5f * unit[1])", "unit[1]", ("decode: one step",),
     ),
     Mutation("kivi_group_quant_dequant", "halves away from zero", "rintf(", "roundf(", ("keys, halves to even",)),
     Mutation(

@@ -1,6 +1,7 @@
-"""Decode attention on a CUDA machine: `python tests/h200_attend.py check|rows|time|one [FUNCTION]`.
+"""Decode attention on a CUDA machine: `python tests/h200_attend.py check|rows|sums|time|one [FUNCTION]`.
 
 check: the rows of tests/cuda_attend_cases.py (rows: these alone), memory that is not aligned, and long sequences, against float64.
+sums: what scalar_fused_decode_attend's kernel sums in float32, before results are rounded, against float64.
 time: medians at 32 query heads, 8 KV heads, 128 channels, beside MLX's float16 attention; % of the bandwidth of a copy.
 one: a single call, for a profiler.
 """
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -19,7 +21,7 @@ import numpy as np
 
 from tests.cuda_attend_cases import DECODE_CASES
 from veloxquant_mlx import metal
-from veloxquant_mlx.metal._kernel import compiled
+from veloxquant_mlx.metal._kernel import Kernel, compiled
 from veloxquant_mlx.selftest.run import attempt
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -30,6 +32,7 @@ LEVELS16 = [0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326]
 LEVELS4 = [0.4528, 1.5104]
 # Relative errors. Rounding the output to float16 makes 2e-4; entries of a table as halves, as much again, and those of keys change scores.
 LIMITS = {"rabitq_fused_attend": 5e-4, "turboquant_fused_rvq_decode_attend": 1e-3, "scalar_fused_decode_attend": 3e-4}
+SUMS = 8e-6  # of `sums`: 24 bits of scores up to 30; with codes in the lowest bits of halves 2e-5 to 5e-5
 Arguments = dict[str, Any]
 
 
@@ -125,8 +128,8 @@ def exact(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
-def reference(function: str, given: Arguments, b: int, h: int) -> np.ndarray:
-    """(heads of the group, D) of one batch entry and KV head, in float64."""
+def reference(function: str, given: Arguments, b: int, h: int) -> tuple[np.ndarray, np.ndarray]:
+    """(heads of the group, D) of one batch entry and KV head, and the log-sum-exp of its scores, in float64."""
     group = HEADS // KV_HEADS
     q = exact(given["q"][b, h * group : (h + 1) * group, 0])
     at = {key: value[b, h] for key, value in given.items() if isinstance(value, mx.array) and value.ndim >= 3}
@@ -146,8 +149,33 @@ def reference(function: str, given: Arguments, b: int, h: int) -> np.ndarray:
         columns = {key: np.repeat(side[key], 32, axis=1) for key in ("v_scale", "v_zero")}
         s = q @ (unpack(at["k_codes"], 4) * rows["k_scale"] + rows["k_zero"]).T * given["scale"]
         v = unpack(at["v_codes"], 4) * columns["v_scale"] + columns["v_zero"]
-    p = np.exp(s - s.max(-1, keepdims=True))
-    return p @ v / p.sum(-1, keepdims=True)
+    most = s.max(-1)
+    p = np.exp(s - most[:, None])
+    return p @ v / p.sum(-1, keepdims=True), most + np.log(p.sum(-1))
+
+
+def sums(length: int = 5003) -> tuple[float, float]:
+    """Largest errors of scalar_fused_decode_attend's float32 parts, merged in float64: of outputs, relative, and of log-sum-exps."""
+    given = scalar(1, length)
+    given["q"] = given["q"] * 4  # weights that differ
+    seen = []
+    launched = Kernel.__call__
+
+    def recording(kernel: Kernel, *arrays: Any, **settings: Any) -> list[mx.array]:
+        found = launched(kernel, *arrays, **settings)
+        seen.append((kernel.name, found))
+        return found
+
+    with patch.object(Kernel, "__call__", recording):
+        mx.eval(metal.scalar_fused_decode_attend(**given, splits=2, lse=True))
+    (parts, lses) = next(found for name, found in seen if name == "scalar_fused_decode_attend_decode")
+    parts, lses = exact(parts), exact(lses)
+    top = lses.max(-1)
+    weights = np.exp(lses - top[:, None])
+    outs = (parts * weights[..., None]).sum(1) / weights.sum(-1)[:, None]
+    wants = [reference("scalar_fused_decode_attend", given, 0, h) for h in range(KV_HEADS)]
+    want, want_lse = (np.concatenate(each) for each in zip(*wants, strict=True))
+    return float(np.abs(outs - want).max() / np.abs(want).max()), float(np.abs(top + np.log(weights.sum(-1)) - want_lse).max())
 
 
 def check(functions: list[str], rows_only: bool) -> int:
@@ -179,7 +207,7 @@ def check(functions: list[str], rows_only: bool) -> int:
             given = make(batch, length)
             got = getattr(metal, function)(**given)
             for b, h in {(0, 0), (batch - 1, KV_HEADS - 1)}:
-                want64 = reference(function, given, b, h)
+                want64, _ = reference(function, given, b, h)
                 part = exact(got[b, 4 * h : 4 * h + 4, 0])
                 error = np.linalg.norm(part - want64) / np.linalg.norm(want64)
                 report(f"{function} {batch} x {length}", None if error < LIMITS[function] else f"relative error {error:.1e}")
@@ -234,11 +262,15 @@ def measure(functions: list[str]) -> None:
 
 def main(words: list[str]) -> int:
     functions = words[1:] or list(MAKERS)
-    if words[:1] not in (["check"], ["rows"], ["time"], ["one"]) or not set(functions) <= set(MAKERS):
+    if words[:1] not in (["check"], ["rows"], ["sums"], ["time"], ["one"]) or not set(functions) <= set(MAKERS):
         print(__doc__, file=sys.stderr)
         return 2
     if words[0] in ("check", "rows"):
         return 1 if check(functions, words[0] == "rows") else 0
+    if words[0] == "sums":
+        errors = sums()
+        print(f"float32 sums of scalar_fused_decode_attend: outputs {errors[0]:.1e} of the largest, log-sum-exp {errors[1]:.1e}")
+        return 1 if max(errors) > SUMS else 0
     if words[0] == "time":
         measure(functions)
         return 0

@@ -21,7 +21,8 @@ from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template
 
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "cuda_emulation"
-TYPES = {mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.int32: "int", mx.float16: "__half", mx.float32: "float"}
+TYPES = {mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t", mx.int32: "int"}
+TYPES |= {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
 COMPILER = shutil.which("clang++-19") or shutil.which("clang-19")
 FUNCTION = re.compile(
     r"(?:template <[^>]*>\n)?(?:constexpr )?__device__ __forceinline__ [\w*]+ (decode_\w+)\((?:[^{};]*)\) \{\n.*?\n\}\n", re.DOTALL
@@ -52,13 +53,18 @@ class EmulatedCuda:
         shapes: Shapes,
         dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
-        given = [np.array(a) for a in arrays]
-        results = [np.full(shape, np.nan, np.dtype(str(dtype).split(".")[-1])) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        given = [np.array(_bits(a)) for a in arrays]
+        results = [np.array(_bits(mx.full(shape, mx.nan, dtype))) for shape, dtype in zip(shapes, dtypes, strict=True)]
         run = _compiled(text(kernel, [a.dtype for a in arrays], template, dtypes))
         blocks = [-(-threads // group) for threads, group in zip(grid, threadgroup, strict=True)]
         pointers = [a.ctypes.data_as(ctypes.c_void_p) for a in (*given, *results)]
         run(blocks[0], blocks[1], threadgroup[0], *pointers)
-        return [mx.array(a) for a in results]
+        return [mx.array(a).view(dtype) for a, dtype in zip(results, dtypes, strict=True)]
+
+
+def _bits(array: mx.array) -> mx.array:
+    """bfloat16, which NumPy does not have, as its bits."""
+    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
 def text(kernel: Kernel, inputs: Sequence[mx.Dtype], template: Template, outputs: Sequence[mx.Dtype]) -> str:

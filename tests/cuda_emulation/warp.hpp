@@ -36,6 +36,22 @@ struct __half2 { _Float16 x, y; };
 inline __half2 __floats2half2_rn(float x, float y) { return {_Float16(x), _Float16(y)}; }
 inline float2 __half22float2(__half2 h) { return {float(h.x), float(h.y)}; }
 
+struct __nv_bfloat16 {
+  uint16_t bits = 0;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float x) {
+    uint32_t word;
+    memcpy(&word, &x, 4);
+    bits = std::isnan(x) ? 0x7fc0 : uint16_t((word + 0x7fff + (word >> 16 & 1)) >> 16);
+  }
+  explicit operator float() const {
+    const uint32_t word = uint32_t(bits) << 16;
+    float x;
+    memcpy(&x, &word, 4);
+    return x;
+  }
+};
+
 inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
 inline float __uint_as_float(uint32_t x) { float y; memcpy(&y, &x, 4); return y; }
 inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
@@ -145,13 +161,22 @@ inline void __syncthreads() { emulated::wait(emulated::block->all, int(emulated:
 inline void __syncwarp() { emulated::warp(); }
 template <typename T> inline T __shfl_xor_sync(uint32_t, T x, int mask) { return emulated::exchange(x, emulated::lane() ^ mask); }
 template <typename T> inline T __shfl_sync(uint32_t, T x, int from) { return emulated::exchange(x, from % 32); }
-inline bool __any_sync(uint32_t, bool x) {
+inline uint32_t __ballot_sync(uint32_t, bool x) {
   *emulated::slot(emulated::lane()) = x;
   emulated::warp();
-  bool any = false;
-  for (int i = 0; i < 32; i++) any = any || *emulated::slot(i);
+  uint32_t found = 0;
+  for (int i = 0; i < 32; i++) found |= uint32_t(*emulated::slot(i) != 0) << i;
   emulated::warp();
-  return any;
+  return found;
+}
+inline bool __any_sync(uint32_t mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline bool __syncthreads_and(bool x) {
+  *emulated::slot(emulated::lane()) = x;
+  __syncthreads();
+  bool all = true;
+  for (size_t i = 0; i < emulated::block->fibers.size(); i++) all = all && emulated::block->slots[8 * i] != 0;
+  __syncthreads();
+  return all;
 }
 
 namespace kvtool {
@@ -186,6 +211,48 @@ inline uint32_t decode_transpose(uint32_t x) {
   }
   emulated::warp();
   return y;
+}
+inline void decode_columns(uint32_t (&x)[4], const char* row) {
+  memcpy(emulated::slot(emulated::lane()), &row, sizeof row);
+  emulated::warp();
+  const int g = emulated::lane() / 4, t = emulated::lane() % 4;
+  for (int i = 0; i < 4; i++) {
+    x[i] = 0;
+    for (int k = 0; k < 2; k++) {
+      const char* from;
+      memcpy(&from, emulated::slot(8 * i + 2 * t + k), sizeof from);
+      uint16_t half;
+      memcpy(&half, from + 2 * g, 2);
+      x[i] |= uint32_t(half) << (16 * k);
+    }
+  }
+  emulated::warp();
+}
+template <typename T> inline void decode_copy(T* to, const T* from) {  // arrives at once
+  constexpr size_t SIZE = sizeof(T) == 1 ? 16 : sizeof(T);
+  if (reinterpret_cast<size_t>(from) % SIZE) { fprintf(stderr, "a copy that is not aligned\n"); abort(); }
+  memcpy(to, from, SIZE);
+}
+inline void decode_commit() {}
+inline void decode_wait() { emulated::warp(); }
+template <typename F> inline uint32_t decode_by_halves(F f) {
+  uint32_t found = 0;
+  for (int i = 0; i < 2; i++) {
+    const _Float16 h = f(i);
+    uint16_t bits;
+    memcpy(&bits, &h, 2);
+    found |= uint32_t(bits) << (16 * i);
+  }
+  return found;
+}
+inline uint32_t decode_add_product(uint32_t x, uint32_t y, uint32_t sum) {
+  return decode_by_halves([&](int i) {
+    return _Float16(double(emulated::half_of(x, i)) * double(emulated::half_of(y, i)) + double(emulated::half_of(sum, i)));
+  });
+}
+inline uint32_t decode_product(uint32_t x, uint32_t y, uint32_t rest) {
+  const uint32_t near = decode_by_halves([&](int i) { return _Float16(float(emulated::half_of(x, i)) * float(emulated::half_of(y, i))); });
+  return decode_add_product(x, y, (near & rest) ^ 0x80008000u);
 }
 inline float decode_exp2(float x) { return exp2f(x); }
 alignas(256) inline char emulated_memory[1 << 18];

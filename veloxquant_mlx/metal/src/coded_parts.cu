@@ -19,14 +19,6 @@ constexpr int TILE_ROWS = 16;
 constexpr int TILE_WARPS = 8;
 constexpr int TILE_QUERIES = 4;
 constexpr int TILE_OWN = TILE_DIM + TILE_DIM / 2;
-constexpr float TILE_CODE = 1.0f / (1 << 18);  // a code of 1 as a half
-
-// Codes of 4 bits, number `at` of each of two runs of four, as halves: in the upper bits of the fraction. A product aligns its terms by the
-// exponents that halves are written with, which for a subnormal is -14, and cuts what is below: in the lowest bits of a half a code would
-// lose 6 bits more, once weights differ.
-__device__ __forceinline__ uint32_t tile_codes(uint32_t two, int at) {
-  return (at < 2 ? two << (6 - 4 * at) : two >> (4 * at - 6)) & 0x03c003c0u;
-}
 
 // The low bits of a channel: e is bit 0 of codes of 4 bits, bit 1 of 2, bit 2 of 1.
 template <int BITS>

@@ -284,14 +284,14 @@ struct TileAffineKeys {
       uint32_t a[4];
       ATTEND_UNROLL
       for (int i = 0; i < 4; i++) {
-        a[i] = tile_codes(code[i % 2][u / 4 * 2 + i / 2], u % 4);
+        a[i] = decode_codes(code[i % 2][u / 4 * 2 + i / 2], u % 4);
       }
       query.multiply(c, u, a);
     }
     next();
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      s[i / 2][i % 2] = fmaf(tile_whole(c[i]), size[i % 2] * (unit / TILE_CODE), by_zero[i % 2]);
+      s[i / 2][i % 2] = fmaf(tile_whole(c[i]), size[i % 2] * (unit / DECODE_CODE), by_zero[i % 2]);
     }
   }
 };

@@ -141,8 +141,8 @@ struct TileAffineValues {
       ATTEND_UNROLL
       for (int i = 0; i < 2; i++) {
         decode_mma(
-            state.o[2 * c + i], tile_codes(near, 2 * i), tile_codes(near, 2 * i + 1), tile_codes(far, 2 * i),
-            tile_codes(far, 2 * i + 1), b[0], b[1]);
+            state.o[2 * c + i], decode_codes(near, 2 * i), decode_codes(near, 2 * i + 1), decode_codes(far, 2 * i),
+            decode_codes(far, 2 * i + 1), b[0], b[1]);
       }
     }
   }
@@ -151,7 +151,7 @@ struct TileAffineValues {
     return i / 2 * 32 + 4 * at.g + i % 2 * 2 + k;
   }
   __device__ __forceinline__ float factor() const {
-    return unit / TILE_CODE;
+    return unit / DECODE_CODE;
   }
   __device__ __forceinline__ float constant(const TileState& state, int x, int i, int, int) const {
     return state.zero[x][i / 2];

@@ -23,7 +23,7 @@ struct DecodeTwoStageKeys {
   __device__ __forceinline__ bool prepare(char* memory, DecodeQueries queries, const Q* row, int thread_) {
     const int lane = thread_ % 32;
     const bool sound = decode_fill(memory, centroids1[lane & 3] + centroids2[lane >> 2 & 3], thread_, unit);
-    return (thread_ >= 32 * DECODE_HEADS || queries.bring(row, thread_ / 32, lane, 1.0f)) && sound;
+    return (thread_ >= 32 * DECODE_HEADS || queries.bring(row, thread_ / 32, lane)) && sound;
   }
 
   __device__ __forceinline__ void begin(DecodeQueries queries, DecodeLane at) {
@@ -149,8 +149,7 @@ struct DecodeSignKeys {
 };
 
 // Keys code * scale + zero, scales and zeros of GROUP tokens a channel, GROUP a multiple of a step: the query takes the scales, and zeros
-// are keys of their own, the same in every row. Two channels 4 apart make a pair, as they do in a word of codes; odd ones are 16 times
-// too large as codes, so that their queries are 16 times too small.
+// are keys of their own, the same in every row. Two channels 4 apart make a pair, as they do in a word of codes.
 template <int GROUP, typename A>
 struct DecodeAffineKeys {
   static constexpr bool SHIFTS = false;                 // a step of keys has one group
@@ -172,7 +171,7 @@ struct DecodeAffineKeys {
 
   template <typename Q>
   __device__ __forceinline__ bool prepare(char*, DecodeQueries queries, const Q* row, int thread_) {
-    return thread_ >= 32 * DECODE_HEADS || queries.bring(row, thread_ / 32, thread_ % 32, 0.0625f);
+    return thread_ >= 32 * DECODE_HEADS || queries.bring(row, thread_ / 32, thread_ % 32);
   }
 
   __device__ __forceinline__ void begin(DecodeQueries queries, DecodeLane at) {
@@ -233,8 +232,7 @@ struct DecodeAffineKeys {
     units(scale, unit[0], inverse[0]);
     units(zero, unit[1], inverse[1]);
     const uint4 a[4] = {code[0], code[32], code[64], code[96]};
-    float even[4] = {};
-    float odd[4] = {};
+    float by_zero[4] = {};
     float c[2][4] = {};
     ATTEND_UNROLL
     for (int w = 0; w < 4; w++) {
@@ -253,21 +251,22 @@ struct DecodeAffineKeys {
         const uint32_t b1 = decode_product(x1, halves(__byte_perm(y0, y1, 0x7632), inverse[0]), rest);
         const uint32_t even0 = halves(__byte_perm(z0, z1, 0x5410), inverse[1]);
         const uint32_t odd0 = halves(__byte_perm(z0, z1, 0x7632), inverse[1]);
-        decode_mma(even, even0, even0, 0, 0, x0, x1);
-        decode_mma(odd, 0, 0, odd0, odd0, x0, x1);
+        decode_mma(by_zero, even0, even0, odd0, odd0, x0, x1);
         ATTEND_UNROLL
         for (int tile = 0; tile < 2; tile++) {
-          const uint32_t one = (w == 0 ? a[2 * tile].x : w == 1 ? a[2 * tile].y : w == 2 ? a[2 * tile].z : a[2 * tile].w) >> (8 * u);
+          const uint32_t one = w == 0 ? a[2 * tile].x : w == 1 ? a[2 * tile].y : w == 2 ? a[2 * tile].z : a[2 * tile].w;
           const uint4& next = a[2 * tile + 1];
-          const uint32_t two = (w == 0 ? next.x : w == 1 ? next.y : w == 2 ? next.z : next.w) >> (8 * u);
-          decode_mma(c[tile], one & 0x000f000fu, two & 0x000f000fu, one & 0x00f000f0u, two & 0x00f000f0u, b0, b1);
+          const uint32_t two = w == 0 ? next.x : w == 1 ? next.y : w == 2 ? next.z : next.w;
+          decode_mma(
+              c[tile], decode_codes(one, 2 * u), decode_codes(two, 2 * u), decode_codes(one, 2 * u + 1), decode_codes(two, 2 * u + 1), b0,
+              b1);
         }
       }
     }
     ATTEND_UNROLL
     for (int column = 0; column < 2; column++) {
       // Half of it: both halves of the columns have it, and are summed.
-      const float constant = fmaf(16.0f, odd[column], even[column]) * (0.5f * unit[1]);
+      const float constant = by_zero[column] * (0.5f * unit[1]);
       ATTEND_UNROLL
       for (int r = 0; r < 4; r++) {
         s[r][column] = fmaf(c[r / 2][r % 2 * 2 + column], unit[0] / DECODE_CODE, constant);

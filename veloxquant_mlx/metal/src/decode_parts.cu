@@ -6,8 +6,8 @@
 // hold the high halves of the queries (of the weights), columns 4-7 what rounding left of them, so that both enter with 22 bits at no
 // cost. Codes become halves
 //   - through a table in shared memory of all pairs of entries: a byte of codes is one conflict-free load, as every lane has a copy, or
-//   - for affine codes by masking: a 4-bit number in the low bits of a half is the subnormal code * 2^-24, exactly; the next 4 bits, 16
-//     times that. Scales go to the other factor, zeros to a sum of their own.
+//   - for affine codes by shifting: a 4-bit number in the upper bits of a half's fraction is the subnormal code * 2^-18, exactly. Scales
+//     go to the other factor, zeros to a sum of their own.
 // Lane = 4 g + t holds rows g, g + 8 and columns 2t, 2t + 1 of a product. Row g of 8 is token place(g), so that loads are contiguous.
 //
 // `decode` returns false, before it writes any result, where codes are not aligned to 16 bytes, a table or a query is not finite, or a
@@ -24,7 +24,7 @@ constexpr int DECODE_CODES = 2048;                // bytes of a step's 4-bit cod
 constexpr int DECODE_QUERY = 144;                 // floats of a query in shared memory: 4 runs of 32, padded to 36
 constexpr float DECODE_SLACK = 6;                 // a score may pass the maximum by 2^6 before sums are rescaled
 constexpr float DECODE_LIFT = 8;                  // weights are 2^8 times larger, further from the smallest half
-constexpr float DECODE_CODE = 1.0f / (1 << 24);   // a code of 1 as a half
+constexpr float DECODE_CODE = 1.0f / (1 << 18);   // a code of 1 as a half
 
 struct DecodeLane {
   int lane;
@@ -41,6 +41,13 @@ __device__ __forceinline__ void decode_mma(
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Codes of 4 bits, number `at` of each of two runs of four, as halves: in the upper bits of the fraction. A product aligns its terms by the
+// exponents that halves are written with, which for a subnormal is -14, and cuts what is below: in the lowest bits of a half a code would
+// lose 6 bits more, once weights differ.
+__device__ __forceinline__ uint32_t decode_codes(uint32_t two, int at) {
+  return (at < 2 ? two << (6 - 4 * at) : two >> (4 * at - 6)) & 0x03c003c0u;
 }
 
 // An 8 x 8 matrix of halves, a row in 4 lanes, transposed.
@@ -174,9 +181,8 @@ struct DecodeQueries {
   }
 
   // Warp `head` brings its query; false if it is not finite.
-  // `odd`: factor of odd channels.
   template <typename Q>
-  __device__ __forceinline__ bool bring(const Q* row, int head, int lane, float odd) const {
+  __device__ __forceinline__ bool bring(const Q* row, int head, int lane) const {
     float value[4];
     float largest = 0;
     bool finite = true;
@@ -195,7 +201,7 @@ struct DecodeQueries {
     decode_unit(largest, own, inverse);
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      x[at(head, 32 * i + lane)] = value[i] * (0.5f * inverse) * (lane % 2 ? odd : 1.0f);
+      x[at(head, 32 * i + lane)] = value[i] * (0.5f * inverse);
     }
     if (lane == 0) {
       unit[head] = 2 * own;

@@ -175,7 +175,7 @@ struct DecodeTableValues {
     return 16 * at.g + 2 * i;
   }
 
-  __device__ __forceinline__ float factor(bool) const {
+  __device__ __forceinline__ float factor() const {
     return unit;
   }
 };
@@ -287,10 +287,11 @@ struct DecodeAffineValues {
           const int c = 2 * half + j;
           ATTEND_UNROLL
           for (int u = 0; u < 2; u++) {
-            const uint32_t one = x[2 * j] >> (8 * u);
-            const uint32_t two = x[2 * j + 1] >> (8 * u);
+            const uint32_t one = x[2 * j];
+            const uint32_t two = x[2 * j + 1];
             decode_mma(
-                state.o[2 * c + u], one & 0x000f000fu, one & 0x00f000f0u, two & 0x000f000fu, two & 0x00f000f0u, b[c][0], b[c][1]);
+                state.o[2 * c + u], decode_codes(one, 2 * u), decode_codes(one, 2 * u + 1), decode_codes(two, 2 * u),
+                decode_codes(two, 2 * u + 1), b[c][0], b[c][1]);
           }
         }
       }
@@ -302,8 +303,8 @@ struct DecodeAffineValues {
     return i / 2 * 32 + 4 * at.g + i % 2 * 2;
   }
 
-  __device__ __forceinline__ float factor(bool second) const {
-    return (second ? 0.0625f : 1.0f) / DECODE_CODE;
+  __device__ __forceinline__ float factor() const {
+    return 1.0f / DECODE_CODE;
   }
 };
 
