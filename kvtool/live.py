@@ -102,6 +102,7 @@ def _unfused(decoder: Decoder, info: CacheInfo) -> str:
     reasons = (
         unfused(decoder.codec(keys.codec), decoder.codec(values.codec), (k.dim, v.dim), decoder.rope(k, keys))
         for keys, values in product(k.segments, v.segments)
+        if keys.rows[0] < values.rows[1] and values.rows[0] < keys.rows[1]
     )
     return next((reason for reason in reasons if reason), "")
 

@@ -22,7 +22,7 @@ from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "cuda_emulation"
 TYPES = {mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t", mx.int32: "int"}
-TYPES |= {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
+TYPES |= {mx.bool_: "bool", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
 COMPILER = shutil.which("clang++-19") or shutil.which("clang-19")
 FUNCTION = re.compile(
     r"(?:template <[^>]*>\n)?(?:constexpr )?__device__ __forceinline__ [\w*]+ (decode_\w+)\((?:[^{};]*)\) \{\n.*?\n\}\n", re.DOTALL

@@ -23,9 +23,11 @@ from veloxquant_mlx.caches.visibility import BatchVisibility, Visibility
 from veloxquant_mlx.codecs._base import Codec
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs.raw import Raw
+from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.metal._attend import merge_parts
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._coded_attend import MAX_DIM, MULTIPLE, coded_attend, takes_dim
+from veloxquant_mlx.metal._component_attend import ComponentKeys, component_attend
 from veloxquant_mlx.native import attending, converting
 from veloxquant_mlx.native.mapped import Mapped
 from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, native_pages, rotate, undoing, unrotated
@@ -228,14 +230,20 @@ class Block:
         q = q if rope is None else half_split(q, rope)
         rows = (self.k_from, self.v_from, self.count)
         mask = None if mask is True else mask if mask.dtype == mx.bool_ else mask.astype(mx.float32)
-        return coded_attend(q, self.k.reader.operand, self.v.reader.operand, rows, angles, mask)
+        k, v = self.k.reader.operand, self.v.reader.operand_beside(self.k.reader)
+        if isinstance(k, ComponentKeys):
+            return component_attend(q, k, v, rows, angles, mask)
+        return coded_attend(q, k, v, rows, angles, mask)
 
     @cached_property
     def unfused(self) -> str | None:
         """Why MLX's operations attend to these rows on a GPU, or None where its kernel does."""
         if any(isinstance(part, Mapped) for coded in (self.k, self.v) for part in coded.parts.values()):
             return "its parts are in a mapped file"
-        return unfused(self.k.codec, self.v.codec, (self.k.shape[2], self.v.shape[2]), self.k.rope)
+        found = unfused(self.k.codec, self.v.codec, (self.k.shape[2], self.v.shape[2]), self.k.rope)
+        if found is None and self.v.reader.operand_beside(self.k.reader) is None:
+            return "its values are no linear function of the keys' components within their limits"
+        return found
 
     def _span(self, role: str, start: int, stop: int) -> tuple[int, int]:
         shift = self.k_from if role == "k" else self.v_from
@@ -352,6 +360,8 @@ def unfused(k: Codec, v: Codec, dims: tuple[int, int], rope: RopeSpec | None) ->
         return f"a kernel reads heads of multiples of {MULTIPLE} up to {MAX_DIM}, as large for keys as values, not {dim} and {dims[1]}"
     if rope is not None and (rope.first, rope.dims) != (0, dim):
         return f"a kernel turns whole rows by RoPE, and here it is on {rope.dims} of {dim} channels from {rope.first} on"
+    if (k.id == Tc.id) != (v.id == Tc.id):
+        return f"the kernel for {Tc.id} attends to keys and values of {Tc.id} together, not to {k.id} and {v.id}"
     return k.unfused(dim, rope is not None) or v.unfused(dim, False)
 
 

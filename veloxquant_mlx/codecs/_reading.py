@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from veloxquant_mlx.codecs._rotation import matrix
 from veloxquant_mlx.metal._coded_operand import CodedOperand
+from veloxquant_mlx.metal._component_attend import ComponentKeys, ComponentValues
 from veloxquant_mlx.native.mapped import Mapped
 
 
@@ -108,9 +109,15 @@ class RowReader:
         return self.stored
 
     @property
-    def operand(self) -> CodedOperand | None:
+    def operand(self) -> CodedOperand | ComponentKeys | None:
         """The rows as the kernel of a GPU reads them, or None where it has no way to (`Codec.unfused` says why)."""
         return None
+
+    def operand_beside(self, keys: "RowReader") -> CodedOperand | ComponentValues | None:
+        """`operand` of values, whose codes may mean something only beside the keys of the same rows."""
+        operand = self.operand
+        assert not isinstance(operand, ComponentKeys)
+        return operand
 
     def of_shared(self, sums: mx.array) -> mx.array:
         """What weighted sums of `shared` add to weighted sums of rows: (H, R, C) -> (H, R, D)."""

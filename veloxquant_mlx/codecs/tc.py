@@ -54,6 +54,7 @@ from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS
 from veloxquant_mlx.codecs._rotation import rotate, unrotate
 from veloxquant_mlx.codecs.tc_reading import FAR, WILD, TcKeyRows, TcValueRows
+from veloxquant_mlx.metal._backend import backend
 
 CARRIED = "carried"
 MAX_HEADS = 1024
@@ -263,6 +264,9 @@ class Tc(Codec):
 
     def row_reader(self, parts: dict[str, mx.array], shape: Shape) -> RowReader:
         return (TcKeyRows if self.role == "k" else TcValueRows)(self, self.checked(parts, shape), shape)
+
+    def unfused(self, dim: int, rotated: bool) -> str | None:
+        return None if backend() == "cuda" else f"the kernel for the codes of {self.id} is CUDA's"
 
     @cached_property
     def key_widths(self) -> np.ndarray:

@@ -28,8 +28,10 @@ from veloxquant_mlx import native
 from veloxquant_mlx.allocators.transforms import SCALE_BITS
 from veloxquant_mlx.codecs._base import Given, Shape
 from veloxquant_mlx.codecs._components import BLOCK
+from veloxquant_mlx.codecs._components import Components as Quantisers
 from veloxquant_mlx.codecs._reading import RowReader, Tile
-from veloxquant_mlx.codecs._rotation import native_factors
+from veloxquant_mlx.codecs._rotation import matrix, native_factors
+from veloxquant_mlx.metal._component_attend import ComponentKeys, Components, ComponentValues
 
 if TYPE_CHECKING:
     from veloxquant_mlx.codecs.tc import KeyReader, Predictor, Tc
@@ -64,6 +66,12 @@ class TcKeyRows(RowReader):
         rows.basis(self.keys.basis)
         return rows
 
+    @cached_property
+    def operand(self) -> ComponentKeys:
+        made = ComponentKeys(_components(self.shape, self.parts["codes"], self.keys.components), mx.array(self.keys.basis))
+        mx.eval(made.basis)
+        return made
+
 
 class TcValueRows(RowReader):
     """Points are the values' own codes, in the rotated domain; `shared` are the components that they are predicted from."""
@@ -75,6 +83,7 @@ class TcValueRows(RowReader):
         self.values = codec.value_reader(parts)
         self.seed = codec.seed
         self._beside: tuple[RowReader, Any] | None = None
+        self._operand: tuple[RowReader, ComponentValues | None] | None = None
         self.predictor = self.values.predictor
         self.mean = self.predictor.v_mean[:, 0, 0]
         heads, _, dim = shape
@@ -112,6 +121,29 @@ class TcValueRows(RowReader):
         rows.mean(mean)
         rows.rotation(*native_factors(dim, self.seed))
         return rows
+
+    def operand_beside(self, keys: RowReader) -> ComponentValues | None:
+        """As `stored_beside`."""
+        if self._operand is None or self._operand[0] is not keys:
+            self._operand = keys, self._for_kernel(keys) if isinstance(keys, TcKeyRows) else None
+        return self._operand[1]
+
+    def _for_kernel(self, keys: TcKeyRows) -> ComponentValues | None:
+        mix, constant = linear(self.predictor, keys.keys)
+        if mix is None or not len(mix):
+            return None
+        heads, _, dim = self.shape
+        scales = mx.contiguous(self.parts["scales"][0]).view(mx.uint32)
+        sizes = self.values.sizes.reshape(heads, -1)
+        made = [scales, sizes, matrix(dim, self.seed), mx.array(np.ascontiguousarray(mix.swapaxes(0, 1))), mx.array(constant)]
+        mx.eval(made)
+        return ComponentValues(_components(self.shape, self.parts["codes"], self.predictor.components), *made)
+
+
+def _components(shape: Shape, codes: mx.array, components: Quantisers) -> Components:
+    """As the kernel of a GPU reads them."""
+    first, bits, _ = components.stored(shape[0])
+    return Components.of(shape, codes, first, bits, [components.table(i) for i in np.flatnonzero(components.widths)])
 
 
 def linear(predictor: "Predictor", keys: "KeyReader") -> tuple[np.ndarray | None, np.ndarray]:

@@ -15,7 +15,7 @@ from veloxquant_mlx.metal import _coded_tiles
 from veloxquant_mlx.metal._attend_launch import FINISH
 from veloxquant_mlx.metal._checks import check_array, power_of_two, require
 from veloxquant_mlx.metal._coded_operand import CodedOperand
-from veloxquant_mlx.metal._kernel import Kernel, Template, dims
+from veloxquant_mlx.metal._kernel import Kernel, Template, kept_dims, unused
 
 MULTIPLE, MAX_DIM = 16, 256  # of head sizes
 MAX_ROWS = 4  # query rows of a threadgroup
@@ -99,7 +99,7 @@ def coded_attend(
         out, lse, splits = _parts(q, k, v, rows, angles, mask, splits)
     if splits > 1 or v.matrix is not None:
         out, lse = FINISH(
-            [out, lse, _given(v.matrix), _dims(splits, int(v.matrix is not None))],
+            [out, lse, _given(v.matrix), kept_dims(splits, int(v.matrix is not None))],
             template=[("D", dim)],
             grid=(heads * queries * dim, 1, 1),
             threadgroup=(dim, 1, 1),
@@ -130,7 +130,7 @@ def _parts(
     arrays, constants = [], []
     for role, operand, mean in (("k", k, 1), ("v", v, 2)):
         found = dict(enumerate(operand.arrays))
-        arrays += [*(found.get(i, _unused(mx.uint8)) for i in range(3)), _given(operand.staged), _given(operand.mean)]
+        arrays += [*(found.get(i, unused(mx.uint8)) for i in range(3)), _given(operand.staged), _given(operand.mean)]
         sizes = [*operand.constants, ("MEAN", 0 if operand.mean is None else mean), ("TABLE", 1)]
         if operand.staged is not None:
             sizes = [*sizes[:-1], ("TABLE", operand.staged.size), ("STAGED", operand.staged.size)]
@@ -142,8 +142,8 @@ def _parts(
     ]
     out, lse = _kernel(k.form, v.form)(
         [
-            *(q, _given(angles), _given(k.pair_signs) if turn else _unused(), _unused(mx.bool_) if mask is None else mask),
-            _dims(queries, count, splits, k_from, k.shape[1], v_from, v.shape[1], 1 if mask is None else mask.shape[0]),
+            *(q, _given(angles), _given(k.pair_signs) if turn else unused(), unused(mx.bool_) if mask is None else mask),
+            kept_dims(queries, count, splits, k_from, k.shape[1], v_from, v.shape[1], 1 if mask is None else mask.shape[0]),
             *arrays,
         ],
         template=template,
@@ -189,19 +189,4 @@ _CUDA_PLACE = "blockIdx.x, blockIdx.y, threadIdx.x / 32, threadIdx.x % 32"
 
 
 def _given(array: mx.array | None) -> mx.array:
-    return _unused() if array is None else array
-
-
-# Small inputs stay on the GPU: a new array each call is a copy each call.
-@lru_cache(maxsize=1024)
-def _dims(*sizes: int) -> mx.array:
-    made = dims(*sizes)
-    mx.eval(made)
-    return made
-
-
-@lru_cache(maxsize=8)
-def _unused(dtype: mx.Dtype = mx.float32) -> mx.array:
-    made = mx.zeros((8,), dtype)
-    mx.eval(made)
-    return made
+    return unused() if array is None else array

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._coded_operand import CodedOperand
-from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.metal._kernel import Kernel, kept_dims, unused
 
 DIM = 128  # as in coded_tiles.cu, here and below
 ROWS = 16
@@ -88,20 +88,20 @@ def tiles(
         wanted = max(1, BLOCKS * (1 if rope else 2) // groups) * each  # no block more than run at once
         splits = min(wanted, count // ROWS_PER_SPLIT, MAX_SPLITS)
     splits = max(1, splits // each) * each
-    unused = _unused()
+    nothing = unused()
     arrays, constants = [], []
     for role, operand in (("K", k), ("V", v)):
         mean = operand.stage_mean if rope and role == "K" else operand.mean
         found = dict(enumerate(operand.arrays))
-        arrays += [*(found.get(i, unused) for i in range(3)), *(unused if x is None else x for x in (operand.staged, mean))]
+        arrays += [*(found.get(i, nothing) for i in range(3)), *(nothing if x is None else x for x in (operand.staged, mean))]
         constants += [(role + name, value) for name, value in (*operand.constants, ("MEAN", mean is not None))]
     units = _units(
         _exponent(k.bound) - LARGEST_KEY if rope and k.form == "table" else _exponent(k.largest_scale), _exponent(v.largest_scale)
     )
     out, lse = _kernel(k.form, v.form, rope)(
         [
-            *(q, angles if rope else unused, k.pair_signs if rope and k.form == "table" else unused, units),
-            _dims(queries, count, splits, k_from, k.shape[1], v_from, v.shape[1], 1),
+            *(q, angles if rope else nothing, k.pair_signs if rope and k.form == "table" else nothing, units),
+            kept_dims(queries, count, splits, k_from, k.shape[1], v_from, v.shape[1], 1),
             *arrays,
         ],
         template=[("HB", together), ("ROPE", rope), *constants],
@@ -119,23 +119,8 @@ def _exponent(size: float) -> int:
     return min(max(math.frexp(size)[1], -100), 100)
 
 
-# Small inputs stay on the GPU: a new array each call is a copy each call.
-@lru_cache(maxsize=1024)
-def _dims(*sizes: int) -> mx.array:
-    made = dims(*sizes)
-    mx.eval(made)
-    return made
-
-
 @lru_cache(maxsize=1024)
 def _units(*exponents: int) -> mx.array:
     made = mx.array([math.ldexp(1.0, x) for x in exponents], mx.float32)
-    mx.eval(made)
-    return made
-
-
-@lru_cache(maxsize=1)
-def _unused() -> mx.array:
-    made = mx.zeros((8,), mx.float32)
     mx.eval(made)
     return made

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,6 +141,23 @@ def dims(*sizes: int) -> mx.array:
     if any(abs(size) > INT32_MAX for size in sizes):
         raise ValueError(f"[dims] sizes of a kernel must be at most {INT32_MAX}, but got {max(sizes, key=abs)}.")
     return mx.array([*sizes, *[0] * (8 - len(sizes))], dtype=mx.int32)
+
+
+# Small inputs stay on the GPU: a new array each call is a copy each call.
+@lru_cache(maxsize=1024)
+def kept_dims(*sizes: int) -> mx.array:
+    """`dims`, evaluated and kept."""
+    made = dims(*sizes)
+    mx.eval(made)
+    return made
+
+
+@lru_cache(maxsize=8)
+def unused(dtype: mx.Dtype = mx.float32) -> mx.array:
+    """In place of an input that a kernel does not read."""
+    made = mx.zeros((8,), dtype)
+    mx.eval(made)
+    return made
 
 
 def compiled() -> frozenset[tuple[str, tuple[tuple[str, bool | int | mx.Dtype], ...]]]:

@@ -1,0 +1,123 @@
+"""The kernels by which live caches attend to components on CUDA, against float64: their text in the emulation, or on a GPU."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.component_cases import CASES, ComponentCase, make, problem
+from tests.cuda_emulation.emulator import EmulatedCuda, unavailable
+from tests.tc_cases import bound, exact, layer
+from tests.test_kernel_cuda import NVCC, compile_text, translation_unit
+from veloxquant_mlx.caches import blocks
+from veloxquant_mlx.caches.blocks import Block, CodedRows
+from veloxquant_mlx.caches.visibility import Visibility
+from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.metal._backend import backend, forced
+from veloxquant_mlx.metal._component_attend import component_attend
+from veloxquant_mlx.metal._kernel import Kernel, using
+from veloxquant_mlx.selftest.run import Dispatch
+from veloxquant_mlx.transfer.rope import RopeSpec
+
+
+def dispatches(cases: Sequence[ComponentCase]) -> list[Dispatch]:
+    """What the cases send to kernels; nothing runs."""
+    found: dict[Dispatch, None] = {}
+
+    def record(kernel: Kernel, arrays: Any, template: Any, grid: Any, threadgroup: Any, shapes: Any, dtypes: Any) -> list[mx.array]:
+        found[Dispatch(kernel, tuple(a.dtype for a in arrays), tuple(template), tuple(dtypes))] = None
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    with using(record), forced("cuda"):
+        for case in cases:
+            component_attend(*make(case).arguments)
+    return list(found)
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """CUDA, or the emulation of it."""
+    if backend() == "cuda":
+        yield
+        return
+    if backend() == "metal" or unavailable():
+        pytest.skip(unavailable() or "MLX has a GPU without CUDA")
+    with using(EmulatedCuda()), forced("cuda"):
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_against_float64(case: ComponentCase) -> None:
+    with emulated():
+        assert problem(case) is None
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, v, rows, angles, *_ = make(CASES[0]).arguments
+    for changed, message in (
+        ((q[:, :, 1:], k, v, rows, angles), r"q must be \(2, R, 64\), but got \(2, 3, 63\)"),
+        ((q, k, v, (0, 0, 100), angles), r"rows must be within 72 keys and 71 values, one or more, but got \(0, 0, 100\)"),
+        ((q, k, v, rows, angles[1:]), r"angles must be \(70, 64\), but got \(69, 64\)"),
+        ((q, k, replace(v, mix=v.mix[:, 1:]), rows, angles), "v.mix must be of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            component_attend(*changed)
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
+def test_cuda_compiles() -> None:
+    fault = compile_text(translation_unit(dispatches(CASES)))
+    if fault is not None:
+        pytest.fail(fault, pytrace=False)
+
+
+# --- what tc gives them ------------------------------------------------------------------------------------------------------------
+
+HEADS, GROUP, ROWS, FIRST = 2, 2, 90, 9
+
+
+@pytest.mark.parametrize(("spec", "dim", "pairing"), [("tc-2", 64, "half"), ("tc-3.5", 16, "interleaved"), ("tc-2:carry", 32, None)])
+def test_a_block_goes_to_the_kernels_as_tc_stores_it(spec: str, dim: int, pairing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the codes in float64, turned by RoPE's definition."""
+    codecs, rows, shape = bound(spec, HEADS, dim, ROWS), layer(ROWS, 7, HEADS, dim), (HEADS, ROWS, dim)
+    x, w = (mx.array(np.ascontiguousarray(a.swapaxes(0, 1)).astype(np.float32)) for a in (rows.k, rows.v))
+    k_parts = codecs[0].encode(x)
+    v_parts = codecs[1].encode(w, {"k": codecs[0].decode(k_parts, shape, mx.float32)})
+    rope = None if pairing is None else RopeSpec("default", dim, pairing, base=1e4)
+    block = Block(CodedRows(codecs[0], k_parts, shape, mx.float32, rope), CodedRows(codecs[1], v_parts, shape, mx.float32), ROWS, FIRST)
+    block = block.kept(FIRST + 5, FIRST + ROWS - 2)
+    keys, values = (x[:, 5:-2] for x in exact(codecs[0], k_parts, codecs[1], v_parts, shape))
+    if rope is not None:
+        angle = np.arange(block.first, block.stop)[:, None] * np.array(rope.frequencies)
+        a, b = np.split(keys, 2, axis=-1)
+        keys = np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], axis=-1)
+        if pairing == "interleaved":
+            keys = keys.reshape(*keys.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(keys.shape)
+    q = (np.random.default_rng(4).normal(size=(HEADS, GROUP * 2, dim)) / dim**0.5).astype(np.float32)
+    seen = np.arange(block.count) <= np.array([block.count - 2, block.count - 1])[:, None]
+    s = np.where(np.tile(seen, (GROUP, 1)), q.astype(np.float64) @ keys.swapaxes(1, 2), -np.inf)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    want = p @ values / p.sum(axis=-1, keepdims=True)
+    called: list[str] = []
+    monkeypatch.setattr(blocks, "component_attend", lambda *given: called.append("kernel") or component_attend(*given))
+    with emulated():
+        assert block.unfused is None
+        out, lse = block.attend_tiles(mx.array(q), Visibility.of("causal", HEADS * GROUP, HEADS, 2, block.count, 0), 0, 64)
+        mx.eval(out, lse)
+    assert called
+    np.testing.assert_allclose(np.array(out), want, rtol=0, atol=4e-6 * np.abs(values).max())
+    np.testing.assert_allclose(np.array(lse), np.log(p.sum(axis=-1)) + s.max(axis=-1), rtol=1e-6, atol=4e-6)
+
+
+def test_what_the_kernels_do_not_read_says_so() -> None:
+    k, v = bound("tc-2", 2, 64)
+    other = parse_codec("rvq-4").v
+    with forced("cuda"):
+        assert blocks.unfused(k, v, (64, 64), None) is None
+        assert blocks.unfused(k, other, (64, 64), None) == "the kernel for tc attends to keys and values of tc together, not to tc and rvq"
+    with forced("metal"):
+        assert blocks.unfused(k, v, (64, 64), None) == "the kernel for the codes of tc is CUDA's"

@@ -1,0 +1,213 @@
+"""Attention of a few queries to keys and values coded in components of unlike widths, on CUDA: no decoded row in memory.
+
+    k[j]   = basis^T y[j] + mean                                y: components of the keys, of each head
+    v[j]   = size[j] z[j] matrix + mix^T y[j] + constant        z: of the values; y: those of the keys of all heads
+    out[i] = sum_j softmax_j(q[i] . R_j k[j]) v[j],             lse[i] = log sum_j exp(q[i] . R_j k[j])
+
+One kernel makes scores, a second one weighted sums of the components: of the values' own for the queries of their head, and of the keys'
+for the queries of all heads. What is linear in the sums is done to them, once.
+"""
+
+import math
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from veloxquant_mlx.metal._checks import check_array, require
+from veloxquant_mlx.metal._kernel import Kernel, kept_dims, unused
+
+BLOCK = 32  # tokens whose codes stand together, as in components.cu, here and below
+WARPS = 8
+ROWS = 8  # queries of a threadgroup
+GROUPS = 528  # threadgroups that fill a large GPU: four on each multiprocessor of an H200
+MAX_SPLITS = 256
+SIZE_BITS = 6
+NAME = "component_attend"
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """Keys or values of one layer whose components have codes of their own widths.
+
+    Fields:
+        shape: (H, S, D).
+        codes: (blocks, words) uint32: in a block of 32 tokens the components one after another, each as many words as a code has bits.
+        first: where the components of each head begin, (H + 1,) int32.
+        quantisers: (n, 4) int32: first word in a block, bits, first of the points, 0.
+        points: float32.
+    """
+
+    shape: tuple[int, int, int]
+    codes: mx.array
+    first: mx.array
+    quantisers: mx.array
+    points: mx.array
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, int, int], codes: mx.array, first: np.ndarray, bits: np.ndarray, tables: list[np.ndarray]
+    ) -> "Components":
+        """Components as a codec has them.
+
+        Args:
+            codes: (1, blocks, bytes) uint8.
+            first: where the components of each head begin, (H + 1,).
+            bits: of each, (n,), none 0.
+            tables: the 2^bits points of each; equal ones are held once.
+        """
+        places: dict[bytes, int] = {}
+        kept: list[np.ndarray] = []
+        quantisers = np.zeros((len(bits), 4), np.int32)
+        quantisers[:, 0], quantisers[:, 1] = np.cumsum(bits) - bits, bits
+        for i, table in enumerate(tables):
+            key = table.tobytes()
+            if key not in places:
+                places[key] = sum(len(other) for other in kept)
+                kept.append(table)
+            quantisers[i, 2] = places[key]
+        made = [mx.array(first.astype(np.int32)), mx.array(quantisers), mx.array(np.concatenate([np.zeros(0, np.float32), *kept]))]
+        words = mx.contiguous(codes[0]).view(mx.uint32)
+        mx.eval(words, made)
+        return cls(shape, words, *made)
+
+    @property
+    def count(self) -> int:
+        """Of all heads."""
+        return self.quantisers.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class ComponentKeys:
+    """Keys.
+
+    Fields:
+        basis: (n + H, D) float32: the row of each component, then the mean of each head.
+    """
+
+    components: Components
+    basis: mx.array
+
+
+@dataclass(frozen=True, eq=False)
+class ComponentValues:
+    """Values beside keys of the same tokens; all components have bits.
+
+    Fields:
+        scales: (blocks, 6 H) uint32: codes of 6 bits of 32 tokens of each head.
+        sizes: (H, 64) float32, what those stand for.
+        matrix: (D, D) float32.
+        mix: (H, n, D) float32, of the keys' components of all heads.
+        constant: (H, D) float32.
+    """
+
+    components: Components
+    scales: mx.array
+    sizes: mx.array
+    matrix: mx.array
+    mix: mx.array
+    constant: mx.array
+
+
+SCORES = Kernel(
+    "component_scores",
+    ("q", "angles", "mask", "dims", "first", "basis", "codes", "quantisers", "points"),
+    ("scores", "tops"),
+    ("attend", "coded", "components"),
+    "",
+    """__shared__ float y[D * kvtool::COMPONENT_TOKENS];
+__shared__ float parts[kvtool::COMPONENT_WARPS * kvtool::COMPONENT_ROWS * kvtool::COMPONENT_TOKENS];
+kvtool::component_scores<D, ROPE, MASKED>(q, angles, mask, dims, first, basis, scores, tops, {codes, quantisers, points}, y, parts);""",
+)
+SUMS = Kernel(
+    "component_sums",
+    ("scores", "tops", "dims", "first", "codes", "quantisers", "points", "scales", "sizes"),
+    ("sums", "totals"),
+    ("attend", "coded", "components"),
+    "",
+    """__shared__ float weights[kvtool::COMPONENT_TOKENS * kvtool::COMPONENT_ROWS];
+kvtool::component_sums<OWN>(scores, tops, dims, first, sums, totals, {codes, quantisers, points}, {scales, sizes}, weights);""",
+)
+
+
+def component_attend(
+    q: mx.array,
+    k: ComponentKeys,
+    v: ComponentValues,
+    rows: tuple[int, int, int],
+    angles: mx.array | None = None,
+    mask: mx.array | None = None,
+    splits: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Softmax attention of queries to stored rows: `coded_attend`, whose arguments and results it has."""
+    k_from, v_from, count = rows
+    heads, stored, dim = k.components.shape
+    require(v.components.shape[::2] == (heads, dim), NAME, "v", f"rows of (H, D) = {(heads, dim)}", v.components.shape)
+    require(v.mix.shape[1] == k.components.count, NAME, "v.mix", f"of {k.components.count} components of keys", v.mix.shape)
+    check_array(NAME, "q", q, (heads, "R", dim), (mx.float32,))
+    fits = count > 0 and 0 <= k_from <= stored - count and 0 <= v_from <= v.components.shape[1] - count
+    require(fits, NAME, "rows", f"within {stored} keys and {v.components.shape[1]} values, one or more", rows)
+    queries = q.shape[1]
+    if angles is not None:
+        check_array(NAME, "angles", angles, (count, dim), (mx.float32,))
+    if mask is not None:
+        check_array(NAME, "mask", mask, (1 if mask.shape[0] == 1 else heads, queries, count), (mx.bool_, mx.float32))
+    scores, tops = _scores(q * math.log2(math.e), k, k_from, count, angles, mask, splits)
+    shared, total = _sums(scores, tops, k.components, k_from, count, None, splits)
+    own, _ = _sums(scores, tops, v.components, v_from, count, v, splits)
+    norm = mx.where(total > 0, 1 / total, 0.0)[:, None]
+    own, shared = ((x * norm).reshape(heads, queries, -1) for x in (own, shared))
+    out = (
+        mx.matmul(own, v.matrix) + mx.matmul(shared, v.mix) + mx.where(norm > 0, 1.0, 0.0).reshape(heads, queries, 1) * v.constant[:, None]
+    )
+    return out, (mx.max(tops, axis=1) * math.log(2) + mx.log(total)).reshape(heads, queries)
+
+
+def _scores(
+    q: mx.array, k: ComponentKeys, start: int, count: int, angles: mx.array | None, mask: mx.array | None, splits: int | None
+) -> tuple[mx.array, mx.array]:
+    """Scores in log2, (H R, count), and the largest of each split, (H R, splits)."""
+    heads, queries, dim = q.shape
+    components = k.components
+    groups = heads * -(-queries // ROWS)
+    splits = _splits(groups, start, count, splits)
+    sizes = (queries, count, splits, start, components.codes.shape[1], 1 if mask is None else mask.shape[0], components.count, heads)
+    return SCORES(
+        [
+            *(q, unused() if angles is None else angles, unused(mx.bool_) if mask is None else mask, kept_dims(*sizes)),
+            *(components.first, k.basis, components.codes, components.quantisers, components.points),
+        ],
+        template=[("D", dim), ("ROPE", angles is not None), ("MASKED", mask is not None)],
+        grid=(groups * WARPS * 32, splits, 1),
+        threadgroup=(WARPS * 32, 1, 1),
+        output_shapes=[(heads * queries, count), (heads * queries, splits)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+
+
+def _sums(
+    scores: mx.array, tops: mx.array, components: Components, start: int, count: int, v: ComponentValues | None, splits: int | None
+) -> tuple[mx.array, mx.array]:
+    """Weighted sums of all components for all queries, (H R, n), or of values for those of their head, (H R, D); and of weights, (H R,)."""
+    heads, _, dim = components.shape
+    every = scores.shape[0]
+    groups = heads * -(-(every if v is None else every // heads) // ROWS)
+    splits = _splits(groups, start, count, splits)
+    sizes = (every // heads, count, splits, start, components.codes.shape[1], 1, components.count, heads, tops.shape[1])
+    sums, totals = SUMS(
+        [
+            *(scores, tops, kept_dims(*sizes), components.first, components.codes, components.quantisers, components.points),
+            *((unused(mx.uint32), unused()) if v is None else (v.scales, v.sizes)),
+        ],
+        template=[("OWN", v is not None)],
+        grid=(groups * WARPS * 32, splits, 1),
+        threadgroup=(WARPS * 32, 1, 1),
+        output_shapes=[(splits, every, components.count if v is None else dim), (splits, every)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    return (sums[0], totals[0]) if splits == 1 else (mx.sum(sums, axis=0), mx.sum(totals, axis=0))
+
+
+def _splits(groups: int, start: int, count: int, given: int | None) -> int:
+    blocks = (start + count - 1) // BLOCK + 1 - start // BLOCK
+    return given or max(1, min(-(-GROUPS // groups), blocks, MAX_SPLITS))
