@@ -6,6 +6,7 @@ is then for `examine`, which also says what is wrong with one.
 """
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,20 +31,20 @@ class Outline:
     Attributes:
         fixed: the pieces between these values.
         manifest, tensors: what it says; tensors in the order of the file.
-        names: of the tensors, in the order of the header.
+        table: of each tensor its fields before the offset, that, its encoding, and where its digest is among all, in the header's order.
         size: bytes of the header.
         data: bytes that follow it.
     """
 
     fixed: list[bytes]
     manifest: Manifest
-    tensors: dict[str, TensorInfo]
-    names: list[str]
+    tensors: Mapping[str, TensorInfo]
+    table: dict[str, tuple[tuple[Any, ...], int, str, int]]
     size: int
     data: int
 
     @classmethod
-    def of(cls, raw: bytes, start: int, manifest: Manifest, tensors: dict[str, TensorInfo]) -> "Outline | None":
+    def of(cls, raw: bytes, start: int, manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> "Outline | None":
         """The outline of a header without problems; None where its values do not stand where those of a chunk do.
 
         Args:
@@ -53,7 +54,8 @@ class Outline:
         """
         fixed, values = _cut(raw, start)
         data = sum(info.padded for info in tensors.values())
-        found = cls(fixed, manifest, tensors, sorted(tensors), len(raw), data)
+        table = {name: (tensors[name][:6], tensors[name].offset, tensors[name].encoding, 64 * i) for i, name in enumerate(sorted(tensors))}
+        found = cls(fixed, manifest, tensors, table, len(raw), data)
         read = found._read(values, 0)
         # The values found must be those that were read, one by one.
         return found if read is not None and (read.manifest, read.tensors) == (manifest, tensors) else None
@@ -71,7 +73,7 @@ class Outline:
         return self._read(values, len(raw) - self.size)
 
     def _read(self, values: list[bytes], moved: int) -> "Alike | None":
-        layers, count = self.manifest.layers, len(self.names)
+        layers, count = self.manifest.layers, len(self.table)
         if len(values) != 5 + 2 * len(layers) + count:
             return None
         parent, first, *rest = values
@@ -82,16 +84,17 @@ class Outline:
         if [value.split(b"\\")[1] for value in (parent, first, quality, ids)] != [b'"parent', b'"start', b'"quality', b'"ids']:
             return None
         held = _tokens(ids, digest)
-        caches = [found for i, info in enumerate(layers) if (found := _cache(info, *placed[2 * i : 2 * i + 2])) is not None]
+        pairs = list(zip(placed[::2], placed[1::2], strict=True))
+        # The layers of a chunk stand at the same place, most often: it is read and kept once.
+        places = {pair: _place(*pair) for pair in set(pairs)}
+        caches = [found for info, pair in zip(layers, pairs, strict=True) if (found := _cache(info, places[pair])) is not None]
         steps = _quality(quality)
         store = self.manifest.extra.get("store")
         if held is None or steps is None or len(caches) != len(layers) or not isinstance(store, dict) or len(held.ids) != len(tokens.ids):
             return None
         extra = {**self.manifest.extra, "store": {**store, "parent": _digest(parent), "start": _number(first)}}
         manifest = replace(self.manifest, layers=tuple(caches), tokens=held, quality=steps, extra=extra)
-        stated = dict(zip(self.names, map(_digest, digests), strict=True))
-        tensors = {n: TensorInfo(*info[:6], info.offset + moved, info.encoding, stated[n]) for n, info in self.tensors.items()}
-        return Alike(manifest, tensors)
+        return Alike(manifest, Moved(self, moved, "".join(map(_digest, digests))))
 
 
 @dataclass
@@ -99,7 +102,32 @@ class Alike:
     """What a header says, read by the outline of another."""
 
     manifest: Manifest
-    tensors: dict[str, TensorInfo]
+    tensors: "Moved"
+
+
+class Moved(Mapping[str, TensorInfo]):
+    """The tensors of an outline, elsewhere and with other digests; each is made when it is asked for, for chunks have many.
+
+    Args:
+        like: the outline.
+        moved: bytes by which they lie further back.
+        digests: one after the other in the order of the header.
+    """
+
+    __slots__ = ("_digests", "_like", "_moved")
+
+    def __init__(self, like: Outline, moved: int, digests: str) -> None:
+        self._like, self._moved, self._digests = like, moved, digests
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        fields, offset, encoding, at = self._like.table[name]
+        return TensorInfo._make((*fields, offset + self._moved, encoding, self._digests[at : at + 64]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._like.tensors)
+
+    def __len__(self) -> int:
+        return len(self._like.tensors)
 
 
 def _cut(raw: bytes, start: int) -> tuple[list[bytes], list[bytes]]:
@@ -116,14 +144,22 @@ def _number(value: bytes) -> int:
     return int(value.partition(b":")[2])
 
 
-def _cache(info: CacheInfo, offset: bytes, positions: bytes) -> CacheInfo | None:
-    """A layer elsewhere, of as many rows in one piece."""
-    if not (offset.startswith(b'\\"offset') and positions.startswith(b'\\"positions')) or info.caches:
+def _place(offset: bytes, positions: bytes) -> tuple[int, tuple[tuple[int, int]]] | None:
+    """Where a layer stands: its offset, and the positions of its rows, which are in one piece."""
+    if not (offset.startswith(b'\\"offset') and positions.startswith(b'\\"positions')):
         return None
     start, stop = map(int, positions[positions.index(b"[[") + 2 : -2].split(b","))
-    if stop - start != info.rows or stop <= start:
+    return (_number(offset), ((start, stop),)) if stop > start else None
+
+
+def _cache(info: CacheInfo, place: tuple[int, tuple[tuple[int, int]]] | None) -> CacheInfo | None:
+    """A layer elsewhere, of as many rows in one piece."""
+    if place is None or info.caches:
         return None
-    return CacheInfo(info.cls, info.attention, info.window, _number(offset), ((start, stop),), info.k, info.v, info.arrays, info.params)
+    offset, positions = place
+    if positions[0][1] - positions[0][0] != info.rows:
+        return None
+    return CacheInfo(info.cls, info.attention, info.window, offset, positions, info.k, info.v, info.arrays, info.params)
 
 
 def _tokens(value: bytes, digest: bytes) -> Tokens | None:

@@ -15,7 +15,7 @@ import mmap
 import os
 import shlex
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -327,7 +327,7 @@ class Reader:
     there: ClassVar[bool] = True  # all of the file is, not a part of it
     path: str
     manifest: Manifest
-    tensors: dict[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]
     file_bytes: int
     header_bytes: int
 

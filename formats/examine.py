@@ -4,6 +4,7 @@ The header begins with PREFIX, then the 64 hex digits of its own blake3, at a fi
 proven whole, before any JSON is parsed. `open_container` raises the first problem found here; `check` reports all of them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import blake3
@@ -36,7 +37,7 @@ class Examination:
     header_bytes: int = 0
     alike: bool = False
     manifest: Manifest | None = None
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     problems: list[KVError] = field(default_factory=list)
 
 
@@ -53,7 +54,7 @@ def header_digest(raw: bytes) -> str:
     return hasher.hexdigest()
 
 
-def outline(raw: bytes, manifest: Manifest, tensors: dict[str, TensorInfo]) -> Outline | None:
+def outline(raw: bytes, manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> Outline | None:
     """What headers like this one have in common with it, where that can be told."""
     return Outline.of(raw, DIGEST_AT + 64, manifest, tensors)
 
@@ -121,15 +122,16 @@ def _read_manifest(header: Header, found: Examination) -> None:
     table = dict(root.key("tensors").items())
     for name in sorted(set(header.entries) - set(table)):
         found.problems.append(ManifestError(f"$.tensors: tensor {name[:80]!r} of the file is missing"))
+    tensors = {}
     for name, node in table.items():
         try:
             info = _tensor(name, node, header.entries.get(name), found.header_bytes)
         except KVError as error:
             found.problems.append(error)
         else:
-            found.tensors[name] = info
+            tensors[name] = info
     # In the order of the file, so that a walk over them reads forwards.
-    found.tensors = dict(sorted(found.tensors.items(), key=lambda item: item[1].offset))
+    found.tensors = dict(sorted(tensors.items(), key=lambda item: item[1].offset))
     if found.manifest is not None:
         found.problems.extend(reference_problems(found.manifest, table))
 

@@ -5,7 +5,7 @@ old reader must not ignore is named in `requires`, and an unknown entry there is
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -51,7 +51,7 @@ class Segment:
     tensors: dict[str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Role:
     """Keys or values of one cache: (heads, S, dim) of `dtype` when decoded; `rope` indexes Manifest.ropes; segments tile [0, S)."""
 
@@ -59,7 +59,7 @@ class Role:
     dim: int
     dtype: str
     rope: int | None
-    segments: tuple[Segment, ...]
+    segments: Sequence[Segment]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StateArray:
     tensor: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CacheInfo:
     """One cache of one layer.
 

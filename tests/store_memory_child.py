@@ -26,6 +26,7 @@ from veloxquant_mlx.caches.blocks import Block, CodedRows
 LAYERS, HEADS, ROWS, DIM, VOCAB = 28, 4, 4000, 64, 97
 SEGMENTS, SEGMENT = 300, 32  # of tc: keys and values of a layer, as many chunks bring them
 CODECS = {"raw": "raw", "rvq": "rvq-4", "affine": "affine-4"}
+MANY = ROWS // 32  # chunks of 32 tokens
 
 
 def model() -> LoadedModel:
@@ -78,6 +79,13 @@ def segments() -> dict[str, int | None]:
     return measured(partial(read, SEGMENTS))
 
 
+def node_bytes(store: Store, tokens: list[int], who: LoadedModel) -> list[int]:
+    """Bytes of each object that a load reads."""
+    match = store.lookup(tokens, who)
+    assert match is not None and match.usable == ROWS
+    return [size for size in store.objects.sizes([node.name for node in match.nodes]) if size is not None]
+
+
 def main(folder: Path) -> None:
     who = model()
     small, whole = snapshot(who, 40), snapshot(who, ROWS)
@@ -90,11 +98,16 @@ def main(folder: Path) -> None:
         store.load([*tokens[:40], 1], who)
         found[f"put {name}"] = measured(partial(store.put, whole, codec=codec))
         found[f"get {name}"] = measured(partial(store.get, tokens[:-1], who, folder / f"{name}.kv"))
+    many = Store(folder / "many", chunk=ROWS // MANY)
+    assert many.put(whole, codec="rvq-4").chunks == MANY
     del whole
+    many.load([*tokens[: ROWS // MANY], 1], who)
+    found["load many"] = measured(partial(many.load, tokens, who))
     for name in CODECS:
         found[f"load {name}"] = measured(partial(Store(folder / name).load, tokens, who))
     sizes = {name: (folder / f"{name}.kv").stat().st_size for name in CODECS}
-    print(json.dumps({"figures": found, "files": sizes, "cache": LAYERS * 2 * HEADS * ROWS * DIM * 2}))
+    stored = {name: sum(node_bytes(Store(folder / name), tokens, who)) for name in (*CODECS, "many")}
+    print(json.dumps({"figures": found, "files": sizes, "stored": stored, "cache": LAYERS * 2 * HEADS * ROWS * DIM * 2}))
 
 
 if __name__ == "__main__":

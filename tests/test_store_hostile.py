@@ -13,6 +13,7 @@ import zstandard
 from blake3 import blake3
 
 import kvtool
+from formats.container import open_container
 from formats.errors import FormatError
 from kvtool.store.described import read_short
 from kvtool.store.folder import Folder
@@ -21,7 +22,7 @@ from kvtool.store.objects import Objects
 from kvtool.store.store import Store
 from tests import store_servers
 from tests.container_cases import forge, split
-from tests.library import ids, tiny
+from tests.library import ids, rewrite, tiny
 from tests.test_store_objects import make
 
 CHUNK = 8
@@ -261,3 +262,21 @@ def test_case_41_odd_files_in_a_folder(tmp_path: Path) -> None:
     fresh.gc()
     assert fresh.lookup(TOKENS, model) is not None and all(path.exists() for path in odd)
     assert len(fresh.check().problems) == len(odd)
+
+
+def test_case_41_a_tensor_named_as_one_of_another_chunk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the whole, "c1.X" is the second chunk's X: no chunk's own may be called so, else it would stand for the other's."""
+    model, objects = tiny("qwen3"), Folder(tmp_path / "store")
+    store = opened(objects, tmp_path)
+    store.put(kvtool.capture(model, TOKENS), codec=LOSSY)
+    match = store.lookup(TOKENS, model)
+    assert match is not None and len(match.nodes) > 1
+    path = objects.path(match.nodes[0].name)
+    assert path is not None
+    with open_container(objects.path(match.nodes[1].name) or "") as second:
+        name, info = next(iter(second.tensors.items()))
+        planted = {f"c1.{name}": (info.dtype, np.zeros_like(second.array(name)))}
+    os.replace(rewrite(path, tmp_path / "planted.kv", lambda manifest: None, planted), path)
+    with caplog.at_level("WARNING"):
+        assert opened(objects, tmp_path).load(TOKENS, model) is None
+    assert f"tensor 'c1.{name}' has a name that is another part's" in caplog.text

@@ -3,7 +3,8 @@
 put   what a put adds to the snapshot that it is given: at most a tenth of it, and blocks of constant size
 get   a file written from chunks: the pages of the chunks, and at most a tenth
 tc    segments of one calibrated layer share its tables
-load  codes stay in the mapped chunks; exact rows are the caller's own afterwards, and the pages of the chunks come to it
+load  codes stay in the mapped chunks, and a tenth of them at most comes to it; exact rows are the caller's own afterwards
+many  what 125 chunks say of themselves is small beside them
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvtool.store.keys import CHUNK
-from tests.store_memory_child import CODECS, ROWS, SEGMENTS
+from tests.store_memory_child import CODECS, MANY, ROWS, SEGMENTS
 from tests.test_memory import ENCODER, ROOT
 
 MANIFEST = 1 << 20
@@ -34,17 +35,25 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("call", ["put", "get", "load"])
 def test_case_37_peaks(found: dict[str, Any], call: str, codec: str) -> None:
     headers = MANIFEST * (ROWS // CHUNK + 1)
-    cache, stored, figures = found["cache"], found["files"][codec], found["figures"][f"{call} {codec}"]
+    cache, file, stored, figures = found["cache"], found["files"][codec], found["stored"][codec], found["figures"][f"{call} {codec}"]
     out = cache if codec == "raw" else 0
     mlx, rss = {
         "put": (cache / 10 + ENCODER, cache / 10 + ENCODER),
-        "get": (stored / 10, 1.1 * stored + headers),
+        "get": (file / 10, 1.1 * file + headers),
         # Parts of less than 16 KiB, such as the scales of a chunk, are copied.
-        "load": (1.1 * out + stored / 5, 1.1 * out + 1.1 * stored + headers),
+        "load": (1.1 * out + file / 5, 1.1 * (out + stored)),
     }[call]
     assert figures["mlx"] <= mlx
     if figures["rss"] is not None:
         assert figures["rss"] <= rss
+
+
+def test_case_37_many_chunks(found: dict[str, Any]) -> None:
+    # Of chunks of 256 tokens the same number would have CHUNK * MANY / ROWS times the rows, and say as much of themselves.
+    figures, rows = found["figures"]["load many"], found["files"]["rvq"] * CHUNK * MANY / ROWS
+    assert figures["mlx"] <= rows / 100
+    if figures["rss"] is not None:
+        assert figures["rss"] - found["stored"]["many"] <= rows / 20
 
 
 def test_segments_share_the_tables_of_their_calibration(found: dict[str, Any]) -> None:

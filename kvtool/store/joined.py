@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -12,10 +14,16 @@ import numpy as np
 from formats.container import AHEAD, Defect, Reader, TensorPlan, WriteReport, verifying_threads, write_container
 from formats.errors import ManifestError
 from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment, Tokens
+from formats.tensor_info import TensorInfo
+
+_LATER = re.compile(r"c([1-9][0-9]*)\.(.+)")  # name of a tensor of the whole that is not of the first part
+_MADE = 4  # roles of which all segments are in memory at a time: keys and values of a layer, and of the one before
 
 
 class Joined(Reader):
     """Readers of files that follow one another, as the reader of one file.
+
+    Many parts have many segments and tensors: what the whole says of them is made from what the parts say when it is asked for.
 
     Args:
         parts: the files, in order; each holds the rows of its own tokens, at the positions where the one before ends.
@@ -29,17 +37,22 @@ class Joined(Reader):
         self.path, self._parts = path, list(parts)
         self._threads: ThreadPoolExecutor | None = None
         self.failed: int | None = None  # the part whose bytes were wrong or could not be read
-        self._places: dict[str, tuple[int, str]] = {}
         self._codecs, self._ropes = _Table(), _Table()
-        self._checks: dict[int, Future[None]] = {}
+        self._made: deque[_Segments] = deque()
+        # By part: the comparison of its small tensors' digests, and their names, which most parts have alike.
+        self._checks: dict[int, tuple[Future[None], dict[str, None]]] = {}
+        self._small: dict[str, None] = {}
         first = parts[0].manifest
+        taken = next((name for name in parts[0].tensors if _LATER.fullmatch(name)), None)
+        if taken is not None:
+            raise ManifestError(f"tensor {taken!r} has a name that is another part's", path=parts[0].path)
         layers = [_Layer(self._first(info)) for info in first.layers]
         for number, part in enumerate(parts[1:], 1):
             if len(part.manifest.layers) != len(layers):
                 raise ManifestError(f"has {len(part.manifest.layers)} layers, those before it {len(layers)}", path=part.path)
-            tables = self._tables(part)
+            codecs, ropes = self._tables(part)
             for i, (layer, info) in enumerate(zip(layers, part.manifest.layers, strict=True)):
-                self._follow(number, tables, i, layer, info)
+                self._follow(number, codecs, ropes, i, layer, info)
         self.manifest = Manifest(
             model=model,
             length=sum(part.manifest.length for part in parts),
@@ -51,7 +64,7 @@ class Joined(Reader):
             producer=dict(first.producer),
             extra={key: value for key, value in first.extra.items() if key != "store"},
         )
-        self.tensors = {name: parts[at].tensors[own] for name, (at, own) in self._places.items()}
+        self.tensors = _Tensors(parts)
         self.file_bytes = sum(part.file_bytes for part in parts)
         self.header_bytes = sum(part.header_bytes for part in parts)
 
@@ -68,21 +81,26 @@ class Joined(Reader):
         if threads is None:
             threads = self._threads = self._threads or verifying_threads()
         for name in names:
-            at, own = self._places[name]
-            if self.tensors[name].padded >= AHEAD:
-                self._parts[at].verify_ahead([own], threads)
-            elif self._parts[at].there and at not in self._checks:
+            at, own = _place(name)
+            part = self._parts[at]
+            if at in self._checks and own in self._checks[at][1]:
+                continue
+            if part.tensors[own].padded >= AHEAD:
+                part.verify_ahead([own], threads)
+            elif part.there:
                 # Chunks have many small tensors: those of one are one job.
-                tensors = self._parts[at].tensors
-                self._checks[at] = threads.submit(self._parts[at].check, [n for n, info in tensors.items() if info.padded < AHEAD])
+                small = {n: None for n, info in part.tensors.items() if info.padded < AHEAD}
+                self._small = self._small if self._small == small else small
+                self._checks[at] = threads.submit(part.check, self._small), self._small
 
     def array(self, name: str, *, verify: bool = True) -> np.ndarray:
-        at, own = self._places[name]
+        at, own = _place(name)
         self.failed = at
-        check = self._checks.get(at) if verify and self.tensors[name].padded < AHEAD else None
-        if check is not None:
-            check.result()
-        array = self._parts[at].array(own, verify=verify and check is None)
+        held = self._checks.get(at) if verify else None
+        if held is not None and own in held[1]:
+            held[0].result()
+            verify = False
+        array = self._parts[at].array(own, verify=verify)
         self.failed = None
         return array
 
@@ -101,50 +119,110 @@ class Joined(Reader):
 
     def _first(self, info: CacheInfo) -> CacheInfo:
         """A layer of the first part, or a cache within it, as the whole has it."""
-        tables = self._tables(self._parts[0])
-        arrays = tuple(None if a is None else replace(a, tensor=self._place(0, a.tensor, a.tensor)) for a in info.arrays)
-        roles = {}
+        codecs, ropes = self._tables(self._parts[0])
+        roles: dict[str, Any] = {}
         for name in ("k", "v"):
             about: Role | None = getattr(info, name)
             if about is not None:
-                rope = None if about.rope is None else tables[1][about.rope]
-                about = replace(about, rope=rope, segments=tuple(self._segments(0, tables[0], about, 0)))
+                segments = _Segments(self._made)
+                segments.add(0, about, codecs)
+                about = replace(about, rope=None if about.rope is None else ropes[about.rope], segments=segments)
             roles[name] = about
-        return replace(info, caches=tuple(map(self._first, info.caches)), arrays=arrays, **roles)  # type: ignore[arg-type]
+        return replace(info, caches=tuple(map(self._first, info.caches)), **roles)
 
-    def _follow(self, number: int, tables: tuple[list[int], list[int]], i: int, layer: "_Layer", info: CacheInfo) -> None:
+    def _follow(self, number: int, codecs: tuple[int, ...], ropes: tuple[int, ...], i: int, layer: "_Layer", info: CacheInfo) -> None:
         """Add a part's layer to those before it."""
         path, first = self._parts[number].path, layer.first
         if info.caches or info.arrays or (info.cls, info.attention) != (first.cls, first.attention):
             raise ManifestError(f"layer {i}: a {info.cls} cannot be joined to {first.cls}", path=path)
         if len(info.positions) != 1 or info.positions[0][0] != layer.stop:
             raise ManifestError(f"layer {i}: has the positions {list(info.positions)}, not one range from {layer.stop} on", path=path)
-        for role, before, about in (("k", first.k, info.k), ("v", first.v, info.v)):
-            if about is None:
+        for before, about in ((first.k, info.k), (first.v, info.v)):
+            if before is None and about is None:
                 continue
-            rope = None if about.rope is None else tables[1][about.rope]
-            if before is not None and (before.heads, before.dim, before.dtype, before.rope) != (about.heads, about.dim, about.dtype, rope):
+            rope = None if about is None or about.rope is None else ropes[about.rope]
+            here = None if about is None else (about.heads, about.dim, about.dtype, rope)
+            if before is None or about is None or (before.heads, before.dim, before.dtype, before.rope) != here:
                 raise ManifestError("has keys or values of other sizes or another rotation than those before it", path=path)
-            held = layer.segments[role]
-            held += self._segments(number, tables[0], about, held[-1].rows[1] if held else 0)
+            assert isinstance(before.segments, _Segments)
+            before.segments.add(number, about, codecs)
         layer.offset, layer.stop = info.offset, info.positions[0][1]
 
-    def _tables(self, part: Reader) -> tuple[list[int], list[int]]:
+    def _tables(self, part: Reader) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where the codecs and rotations of a part are in the whole's tables."""
-        return [self._codecs.index(codec) for codec in part.manifest.codecs], [self._ropes.index(rope) for rope in part.manifest.ropes]
+        return tuple(map(self._codecs.index, part.manifest.codecs)), tuple(map(self._ropes.index, part.manifest.ropes))
 
-    def _segments(self, number: int, codecs: list[int], about: Role, first: int) -> list[Segment]:
-        """A role's segments with the rows, codecs and tensors of the whole."""
-        found = []
-        for segment in about.segments:
-            tensors = {part: self._place(number, f"c{number}.{name}" if number else name, name) for part, name in segment.tensors.items()}
-            rows = (segment.rows[0] + first, segment.rows[1] + first)
-            found.append(Segment(rows, codecs[segment.codec], segment.frame, tensors))
+
+def _name(number: int, own: str) -> str:
+    """What the whole calls a tensor of a part."""
+    return f"c{number}.{own}" if number else own
+
+
+def _place(name: str) -> tuple[int, str]:
+    """The part that a tensor of the whole is in, and its name there."""
+    later = _LATER.fullmatch(name)
+    return (0, name) if later is None else (int(later[1]), later[2])
+
+
+class _Tensors(Mapping[str, TensorInfo]):
+    """The tensors of all parts by their names in the whole, part after part."""
+
+    def __init__(self, parts: Sequence[Reader]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        at, own = _place(name)
+        if at >= len(self._parts):
+            raise KeyError(name)
+        return self._parts[at].tensors[own]
+
+    def __iter__(self) -> Iterator[str]:
+        return (_name(number, own) for number, part in enumerate(self._parts) for own in part.tensors)
+
+    def __len__(self) -> int:
+        return sum(len(part.tensors) for part in self._parts)
+
+
+class _Segments(Sequence[Segment]):
+    """A role's segments in all parts, with the rows, codecs and tensors of the whole.
+
+    Args:
+        made: roles whose segments are in memory, which are few at a time.
+    """
+
+    def __init__(self, made: "deque[_Segments]") -> None:
+        self._made = made
+        self._all: tuple[Segment, ...] | None = None
+        self._held: list[tuple[int, Sequence[Segment], tuple[int, ...]]] = []  # number of a part, its own segments, its codecs
+
+    def add(self, number: int, about: Role, codecs: tuple[int, ...]) -> None:
+        """Go on with a part's."""
+        self._held.append((number, about.segments, codecs))
+
+    def __len__(self) -> int:
+        return sum(len(own) for _, own, _ in self._held)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments())
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._segments()[at]
+
+    def _segments(self) -> tuple[Segment, ...]:
+        if (found := self._all) is None:
+            found = self._all = tuple(self._whole())
+            self._made.append(self)
+            if len(self._made) > _MADE:
+                self._made.popleft()._all = None
         return found
 
-    def _place(self, number: int, name: str, own: str) -> str:
-        self._places[name] = (number, own)
-        return name
+    def _whole(self) -> Iterator[Segment]:
+        first = 0
+        for number, own, codecs in self._held:
+            for segment in own:
+                tensors = {part: _name(number, name) for part, name in segment.tensors.items()}
+                yield Segment((segment.rows[0] + first, segment.rows[1] + first), codecs[segment.codec], segment.frame, tensors)
+            first += own[-1].rows[1] if own else 0
 
 
 class _Table:
@@ -165,16 +243,11 @@ class _Layer:
     def __init__(self, first: CacheInfo) -> None:
         self.first, self.offset = first, first.offset
         self.stop = first.positions[-1][1] if first.positions else 0
-        self.segments = {name: [] if about is None else list(about.segments) for name, about in (("k", first.k), ("v", first.v))}
 
     def whole(self) -> CacheInfo:
         if self.offset == self.first.offset:
             return self.first
-        k, v = (
-            None if about is None else replace(about, segments=tuple(self.segments[name]))
-            for name, about in (("k", self.first.k), ("v", self.first.v))
-        )
-        return replace(self.first, offset=self.offset, positions=((self.first.positions[0][0], self.stop),), k=k, v=v)
+        return replace(self.first, offset=self.offset, positions=((self.first.positions[0][0], self.stop),))
 
 
 def quality_of(parts: Sequence[Manifest]) -> tuple[dict[str, Any], ...]:

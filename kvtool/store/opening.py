@@ -26,7 +26,8 @@ from kvtool.store.objects import Missing, Objects
 from veloxquant_mlx.caches.coded import CodedKVCache
 from veloxquant_mlx.codecs import RECENT
 
-BLOCK = 1 << 22
+BLOCK = 1 << 22  # bytes asked for at once of what is elsewhere
+READ = 1 << 18  # of what is here; as much memory stays with the process afterwards
 
 
 class Lost(KVError):
@@ -194,7 +195,7 @@ def opened(objects: Objects, name: str, like: Outline | None = None) -> Reader:
     path = objects.path(name)
     if path is not None:
         with open(path, "rb", buffering=0) as file:
-            buffer = bytearray(BLOCK)
+            buffer = bytearray(READ)
             while file.readinto(buffer):
                 pass
         return Reader(path, like)
