@@ -49,7 +49,7 @@ class ComponentCase:
 
 CASES = (
     ComponentCase("components"),
-    ComponentCase("components, 128", dim=128, queries=4, rows=40),
+    ComponentCase("components, 96", dim=96, queries=4, rows=40),
     ComponentCase("components, 256", dim=256, heads=1, queries=1, rows=33),
     ComponentCase("components, 16, nine queries", dim=16, queries=9, rows=45),
     ComponentCase("components, 80, as cached", dim=80, rope=False),
@@ -63,6 +63,26 @@ CASES = (
     ComponentCase("components, nothing seen", dim=32, mask="none", rows=8),
     ComponentCase("components, large scores", dim=32, scale=100.0),
     ComponentCase("components, a head without", dim=32, most=0),
+)
+
+# What tensor cores take.
+TILES = (
+    ComponentCase("component tiles", dim=128, queries=4, rows=40),
+    ComponentCase("component tiles, cut, as cached", dim=128, queries=3, rows=61, k_first=37, v_first=5, rope=False),
+    ComponentCase("component tiles, nine queries, mask", dim=128, queries=9, rows=33, mask="bool"),
+    ComponentCase("component tiles, mask added, wide", dim=128, heads=3, queries=1, rows=45, mask="added", most=8),
+    ComponentCase("component tiles, three splits", dim=128, queries=2, rows=300, splits=3, k_first=3),
+    ComponentCase("component tiles, more splits than blocks", dim=128, queries=1, rows=20, splits=3),
+    ComponentCase("component tiles, a head without", dim=128, queries=4, rows=40, most=0),
+    ComponentCase("component tiles, large scores", dim=128, queries=4, rows=40, scale=100.0),
+    ComponentCase("component tiles, 40 queries of all heads", dim=128, heads=5, queries=8, rows=20),
+)
+
+# Where there is a GPU: what fills one.
+LARGE = (
+    ComponentCase("component tiles, long", dim=128, heads=8, queries=4, rows=20000, k_first=5, v_first=37),
+    ComponentCase("component tiles, long, mask", dim=128, heads=4, queries=9, rows=8000, mask="bool"),
+    ComponentCase("components, long", dim=64, heads=3, queries=3, rows=8000),
 )
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.component_cases import CASES, ComponentCase, make, problem
+from tests.component_cases import CASES, LARGE, TILES, ComponentCase, make, problem
 from tests.cuda_emulation.emulator import EmulatedCuda, unavailable
 from tests.tc_cases import bound, exact, layer
 from tests.test_kernel_cuda import NVCC, compile_text, translation_unit
@@ -50,10 +50,16 @@ def emulated() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *TILES), ids=lambda case: case.name)
 def test_against_float64(case: ComponentCase) -> None:
     with emulated():
         assert problem(case) is None
+
+
+@pytest.mark.skipif(backend() != "cuda", reason="MLX sees no CUDA GPU")
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_against_float64_on_a_gpu(case: ComponentCase) -> None:
+    assert problem(case) is None
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -70,7 +76,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
 def test_cuda_compiles() -> None:
-    fault = compile_text(translation_unit(dispatches(CASES)))
+    fault = compile_text(translation_unit(dispatches((*CASES, *TILES))))
     if fault is not None:
         pytest.fail(fault, pytrace=False)
 

@@ -15,11 +15,18 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx.metal._checks import check_array, require
-from veloxquant_mlx.metal._kernel import Kernel, kept_dims, unused
+from veloxquant_mlx.metal._kernel import Kernel, Template, kept_dims, unused
 
 BLOCK = 32  # tokens whose codes stand together, as in components.cu, here and below
 WARPS = 8
 ROWS = 8  # queries of a threadgroup
+TILE_DIM = 128  # as in component_tiles.cu, here and below
+TILE_ROWS = 32
+TILE_POINTS = 4096
+TILE_MEMORY = 4 * TILE_POINTS + 8 * TILE_DIM + 2 * 4 * WARPS * (8 * TILE_DIM + 4)
+SCORES_MEMORY = TILE_MEMORY + 65536 + 4 * (TILE_ROWS * TILE_DIM + TILE_DIM + WARPS * TILE_ROWS + WARPS)
+SUMS_MEMORY = TILE_MEMORY + 4 * TILE_ROWS * (TILE_DIM + 1)
+BLOCKS = 132  # multiprocessors of an H100 or H200
 GROUPS = 528  # threadgroups that fill a large GPU: four on each multiprocessor of an H200
 MAX_SPLITS = 256
 SIZE_BITS = 6
@@ -129,6 +136,25 @@ SUMS = Kernel(
 kvtool::component_sums<OWN>(scores, tops, dims, first, sums, totals, {codes, quantisers, points}, {scales, sizes}, weights);""",
 )
 
+# The same on tensor cores, for rows of 128 channels.
+_TILE_SOURCES = ("attend", "coded", "coded_rows", "decode_parts", "coded_parts", "components", "component_tiles", "one_block")
+TILE_SCORES = Kernel(
+    "component_tile_scores",
+    SCORES.inputs,
+    SCORES.outputs,
+    _TILE_SOURCES,
+    "",
+    "kvtool::component_tile_scores<ROPE, MASKED>(q, angles, mask, dims, first, basis, scores, tops, {codes, quantisers, points});",
+)
+TILE_SUMS = Kernel(
+    "component_tile_sums",
+    SUMS.inputs,
+    SUMS.outputs,
+    _TILE_SOURCES,
+    "",
+    "kvtool::component_tile_sums<OWN, COLUMNS>(scores, tops, dims, first, sums, totals, {codes, quantisers, points}, {scales, sizes});",
+)
+
 
 def component_attend(
     q: mx.array,
@@ -163,25 +189,44 @@ def component_attend(
     return out, (mx.max(tops, axis=1) * math.log(2) + mx.log(total)).reshape(heads, queries)
 
 
+def _tiles(components: Components) -> bool:
+    """Whether the kernels for tensor cores are those for such rows."""
+    return components.shape[2] == TILE_DIM and components.points.size <= TILE_POINTS
+
+
 def _scores(
     q: mx.array, k: ComponentKeys, start: int, count: int, angles: mx.array | None, mask: mx.array | None, splits: int | None
 ) -> tuple[mx.array, mx.array]:
     """Scores in log2, (H R, count), and the largest of each split, (H R, splits)."""
     heads, queries, dim = q.shape
     components = k.components
-    groups = heads * -(-queries // ROWS)
-    splits = _splits(groups, start, count, splits)
-    sizes = (queries, count, splits, start, components.codes.shape[1], 1 if mask is None else mask.shape[0], components.count, heads)
-    return SCORES(
+    fast = _tiles(components)
+    groups = heads * -(-queries // (TILE_ROWS if fast else ROWS))
+    splits = _splits(groups, start, count, splits, fast)
+    points = components.points.size
+    sizes = (
+        queries,
+        count,
+        splits,
+        start,
+        components.codes.shape[1],
+        1 if mask is None else mask.shape[0],
+        components.count,
+        heads,
+        points,
+    )
+    template: Template = [("ROPE", angles is not None), ("MASKED", mask is not None)]
+    return (TILE_SCORES if fast else SCORES)(
         [
             *(q, unused() if angles is None else angles, unused(mx.bool_) if mask is None else mask, kept_dims(*sizes)),
             *(components.first, k.basis, components.codes, components.quantisers, components.points),
         ],
-        template=[("D", dim), ("ROPE", angles is not None), ("MASKED", mask is not None)],
+        template=template if fast else [("D", dim), *template],
         grid=(groups * WARPS * 32, splits, 1),
         threadgroup=(WARPS * 32, 1, 1),
         output_shapes=[(heads * queries, count), (heads * queries, splits)],
         output_dtypes=[mx.float32, mx.float32],
+        shared_memory=SCORES_MEMORY if fast else 0,
     )
 
 
@@ -191,23 +236,40 @@ def _sums(
     """Weighted sums of all components for all queries, (H R, n), or of values for those of their head, (H R, D); and of weights, (H R,)."""
     heads, _, dim = components.shape
     every = scores.shape[0]
-    groups = heads * -(-(every if v is None else every // heads) // ROWS)
-    splits = _splits(groups, start, count, splits)
-    sizes = (every // heads, count, splits, start, components.codes.shape[1], 1, components.count, heads, tops.shape[1])
-    sums, totals = SUMS(
+    queries = every if v is None else every // heads
+    fast = _tiles(components)
+    columns = min(-(-queries // ROWS), TILE_ROWS // ROWS) if fast else 1
+    groups = heads * -(-queries // (ROWS * columns))
+    splits = _splits(groups, start, count, splits, fast)
+    sizes = (
+        every // heads,
+        count,
+        splits,
+        start,
+        components.codes.shape[1],
+        1,
+        components.count,
+        heads,
+        tops.shape[1],
+        components.points.size,
+    )
+    template: Template = [("OWN", v is not None)]
+    sums, totals = (TILE_SUMS if fast else SUMS)(
         [
             *(scores, tops, kept_dims(*sizes), components.first, components.codes, components.quantisers, components.points),
             *((unused(mx.uint32), unused()) if v is None else (v.scales, v.sizes)),
         ],
-        template=[("OWN", v is not None)],
+        template=[*template, ("COLUMNS", columns)] if fast else template,
         grid=(groups * WARPS * 32, splits, 1),
         threadgroup=(WARPS * 32, 1, 1),
         output_shapes=[(splits, every, components.count if v is None else dim), (splits, every)],
         output_dtypes=[mx.float32, mx.float32],
+        shared_memory=SUMS_MEMORY if fast else 0,
     )
     return (sums[0], totals[0]) if splits == 1 else (mx.sum(sums, axis=0), mx.sum(totals, axis=0))
 
 
-def _splits(groups: int, start: int, count: int, given: int | None) -> int:
+def _splits(groups: int, start: int, count: int, given: int | None, fast: bool) -> int:
     blocks = (start + count - 1) // BLOCK + 1 - start // BLOCK
-    return given or max(1, min(-(-GROUPS // groups), blocks, MAX_SPLITS))
+    wanted = min(BLOCKS // groups, -(-blocks // WARPS)) if fast else min(-(-GROUPS // groups), blocks)
+    return given or max(1, min(wanted, MAX_SPLITS))

@@ -65,12 +65,15 @@ __device__ __forceinline__ void decode_columns(uint32_t (&x)[4], const char* row
                : "memory");
 }
 
-// Start to copy 8 or 16 bytes into shared memory; close a group of copies; wait for the group before the last one.
+// Start to copy 4, 8 or 16 bytes into shared memory; close a group of copies; wait for the group before the last one.
 __device__ __forceinline__ void decode_copy(char* to, const char* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 __device__ __forceinline__ void decode_copy(uint2* to, const uint2* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+__device__ __forceinline__ void decode_copy(uint32_t* to, const uint32_t* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 __device__ __forceinline__ void decode_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
