@@ -107,7 +107,9 @@ def _native_line(native: dict[str, Any] | None) -> str:
         return "unknown without MLX"
     if not native["built"]:
         return "not built"
-    found = f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}; reads {', '.join(native['codecs'])}; "
+    found = (
+        f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}; codes and reads {', '.join(native['codecs'])}; "
+    )
     found += f"kernel functions {', '.join(native['functions'])}; where bfloat16 holds all scales {', '.join(native['attends'])}"
     return found if native["in_use"] else f"built, not in use ({found})"
 

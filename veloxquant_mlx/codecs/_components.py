@@ -46,6 +46,12 @@ class Components:
         points = [self.table(i) for i in np.flatnonzero(used)]
         return first.astype(np.int32), self.widths[used].astype(np.uint16), np.concatenate([np.zeros(0, np.float32), *points])
 
+    def cells(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """For native encoding, of the components that have bits: which boundaries each has (n,), and all that there are."""
+        used = self.widths > 0
+        kinds, index = np.unique(self.widths[used] * 16 + self.shapes[used], return_inverse=True)
+        return index, [boundaries(kind % 16, kind // 16) for kind in kinds.tolist()]
+
     @cached_property
     def _by_width(self) -> list[tuple[int, np.ndarray, mx.array, mx.array, mx.array]]:
         """Per width in use: the width, its components, their words in a block, their points one after another, and where each begins."""

@@ -52,9 +52,10 @@ from veloxquant_mlx.codecs._bits import unpack
 from veloxquant_mlx.codecs._components import BLOCK, Components
 from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS
-from veloxquant_mlx.codecs._rotation import rotate, unrotate
+from veloxquant_mlx.codecs._rotation import native_factors, rotate, unrotate
 from veloxquant_mlx.codecs.tc_reading import FAR, WILD, TcKeyRows, TcValueRows
 from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.native import calibrated, converting, encoding
 
 CARRIED = "carried"
 MAX_HEADS = 1024
@@ -239,14 +240,20 @@ class Tc(Codec):
         if self.tables is None:
             raise ValueError(f"[{self.id}] layer {self.layer!r} needs a calibration to be encoded: bind the codec to its tables.")
         rows = self._given_keys(given, x.shape)
-        self._check_finite(x)
-        parts = self._encode_keys(x) if self.role == "k" else self._encode_values(x, rows["k"])
+        if self.role == "k":
+            codes = self._native_key_codes(x)
+            parts = self._encode_keys(x) if codes is None else {"codes": codes, **self._carried_key_parts()}
+        else:
+            found = self._native_value_codes(x, rows["k"])
+            parts = self._encode_values(x, rows["k"]) if found is None else self._value_parts(*found)
         mx.eval(parts)
         return parts
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype, given: Given | None = None) -> mx.array:
         parts = self.checked(parts, shape)
         rows = self._given_keys(given, shape)
+        if converting.in_use(shape[2]):
+            return self._decoded_natively(parts, shape, dtype, rows)
         out = mx.zeros(shape, dtype)
         keys = self.key_reader(parts) if self.role == "k" else None
         values = self.value_reader(parts) if self.role == "v" else None
@@ -388,7 +395,35 @@ class Tc(Codec):
         points = np.array(_rows_of(widths).unpack(parts[name][0])).swapaxes(0, 1).reshape(len(widths), -(-size // BLOCK) * BLOCK)[:, :size]
         return points * np.array(parts[f"{name}_step"])[:, None]
 
+    def _native_key_codes(self, x: mx.array) -> mx.array | None:
+        """The part `codes` by the native back end; None where it is not in use, or a value is not to be coded."""
+        return calibrated.key_codes(self._key_coder, x, 4 * int(self.key_widths.sum())) if encoding.takes(x) else None
+
+    def _native_value_codes(self, x: mx.array, keys: mx.array) -> tuple[mx.array, np.ndarray] | None:
+        """The part `codes` and the rows' scales (H, S); None as of `_native_key_codes`."""
+        if not encoding.takes(x):
+            return None
+        predictor = self._predictor
+        return calibrated.value_codes(predictor.coder(self.seed), x, keys, predictor.components.block_bytes)
+
+    @cached_property
+    def _key_coder(self) -> Any:
+        tables, reader = self._key_tables, self._key_reader
+        assert tables.forward is not None
+        first, *_ = reader.components.stored(self._size()[0])
+        return calibrated.key_coder(first, tables.mean, tables.forward, *reader.components.cells())
+
+    def _decoded_natively(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype, given: dict[str, mx.array]) -> mx.array:
+        if self.role == "k":
+            return converting.decoded(TcKeyRows(self, parts, shape).stored, 0, shape, dtype)
+        values = self.value_reader(parts)
+        rows = native.stored(shape)
+        rows.components(native.packed(parts["codes"]), values.predictor.quantisers)
+        rows.sizes(native.packed(parts["scales"]), values.quantisers)
+        return calibrated.values(values.predictor.coder(self.seed), rows, given["k"], dtype)
+
     def _encode_keys(self, x: mx.array) -> dict[str, mx.array]:
+        self._check_finite(x)
         tables = self._key_tables
         assert tables.forward is not None
         reader, forward = self._key_reader, _per_head(self.key_widths, tables.forward)
@@ -399,14 +434,18 @@ class Tc(Codec):
             codes = reader.components.codes(_by_component(y))
             codes[:, tokens.stop - tokens.start :] = 0
             blocks.append(reader.components.pack(codes))
-        parts = {"codes": _concatenated(blocks, (1, 0, reader.components.block_bytes))}
-        if self.carry:
-            back, step = quantised(tables.back)
-            parts |= {"mean": mx.array(tables.mean), "back": mx.array(back), "back_step": mx.array(step), "shapes": mx.array(tables.shapes)}
-        return parts
+        return {"codes": _concatenated(blocks, (1, 0, reader.components.block_bytes)), **self._carried_key_parts()}
+
+    def _carried_key_parts(self) -> dict[str, mx.array]:
+        if not self.carry:
+            return {}
+        tables = self._key_tables
+        back, step = quantised(tables.back)
+        return {"mean": mx.array(tables.mean), "back": mx.array(back), "back_step": mx.array(step), "shapes": mx.array(tables.shapes)}
 
     def _encode_values(self, x: mx.array, keys: mx.array) -> dict[str, mx.array]:
-        tables, reader = self._value_tables, self._predictor
+        self._check_finite(x)
+        reader = self._predictor
         blocks, sizes = [], []
         for tokens in token_blocks(x.shape, BLOCK):
             count = tokens.stop - tokens.start
@@ -425,16 +464,19 @@ class Tc(Codec):
             codes[:, :count][zero] = 0
             codes[:, count:] = 0
             blocks.append(reader.components.pack(codes))
-        scales, limits = scale_codes(np.concatenate(sizes, axis=1) if sizes else np.zeros((x.shape[0], 0)))
-        whole = np.zeros((x.shape[0], -(-x.shape[1] // BLOCK) * BLOCK), np.uint8)
-        whole[:, : x.shape[1]] = scales
-        every = Components(np.full(x.shape[0], SCALE_BITS), np.full(x.shape[0], GAUSSIAN), unbiased=False)
-        parts = {
-            "codes": _concatenated(blocks, (1, 0, reader.components.block_bytes)),
-            "scales": every.pack(whole),
-            "range": mx.array(limits).astype(mx.float16),
-        }
+        codes = _concatenated(blocks, (1, 0, reader.components.block_bytes))
+        return self._value_parts(codes, np.concatenate(sizes, axis=1) if sizes else np.zeros((x.shape[0], 0)))
+
+    def _value_parts(self, codes: mx.array, sizes: np.ndarray) -> dict[str, mx.array]:
+        """All parts of values, of their codes and the scale of each row (H, S)."""
+        heads, tokens = sizes.shape
+        scales, limits = scale_codes(sizes)
+        whole = np.zeros((heads, -(-tokens // BLOCK) * BLOCK), np.uint8)
+        whole[:, :tokens] = scales
+        every = Components(np.full(heads, SCALE_BITS), np.full(heads, GAUSSIAN), unbiased=False)
+        parts = {"codes": codes, "scales": every.pack(whole), "range": mx.array(limits).astype(mx.float16)}
         if self.carry:
+            tables = self._value_tables
             parts |= {"k_mean": mx.array(tables.k_mean), "v_mean": mx.array(tables.v_mean)}
             carried = self._carried_values
             for name, rows in (("forward", carried.forward), ("mix", carried.mix), ("cross", carried.cross)):
@@ -486,6 +528,8 @@ class Predictor:
         self.k_mean, self.v_mean = mx.array(tables.k_mean)[:, None, None], mx.array(tables.v_mean)[:, None, None]
         self.forward = mx.array(np.ascontiguousarray(_per_head(key_widths, tables.forward).swapaxes(1, 2)))[:, None]
         self.mix = mx.array(mix)[None]  # with a matrix of two axes MLX would join the tiles, and sum otherwise for each number of them
+        self.tables, self.first = tables, np.concatenate([[0], np.cumsum((key_widths > 0).sum(axis=1))])
+        self._coder: tuple[int, Any] | None = None
         self.linear: tuple[KeyReader, np.ndarray | None, np.ndarray] | None = None  # `tc_reading.linear` of the last keys
         mx.eval(self.k_mean, self.v_mean, self.forward, self.mix)
 
@@ -493,6 +537,16 @@ class Predictor:
     def quantisers(self) -> Any:
         """Of the values' codes, for the native back end."""
         return native.quantisers(*self.components.stored(self.heads))
+
+    def coder(self, seed: int) -> Any:
+        """What codes and decodes values natively, rotated by a seed: made once for all rows of the same tables."""
+        if self._coder is None or self._coder[0] != seed:
+            kinds, boundaries = self.components.cells()
+            points = [self.components.table(int(np.argmax(kinds == i))) for i in range(len(boundaries))]
+            tables = self.tables
+            given = (self.first, tables.k_mean, tables.forward, tables.v_mean, tables.mix, (kinds[:: self.dim], boundaries, points))
+            self._coder = seed, calibrated.value_coder(*given, native_factors(self.dim, seed))
+        return self._coder[1]
 
     def inputs(self, keys: mx.array) -> mx.array:
         """The components that values are predicted from: decoded keys (H, blocks, n, D) -> (H, blocks, n, D), float32."""
@@ -515,6 +569,12 @@ class ValueReader:
         self.sizes = mx.array(table.astype(np.float32).reshape(-1))
         self.first = mx.array((np.arange(self.heads) * (ZERO + 1)).astype(np.uint32))[:, None]
         mx.eval(self.sizes, self.first)
+
+    @cached_property
+    def quantisers(self) -> Any:
+        """Of the scales, for the native back end."""
+        one, bits = np.arange(self.heads + 1, dtype=np.int32), np.full(self.heads, SCALE_BITS, np.uint16)
+        return native.quantisers(one, bits, native.shared(self.sizes))
 
     def scales(self, part: mx.array) -> mx.array:
         """(blocks, bytes) uint8 -> (H, blocks, 32) float32."""

@@ -25,7 +25,6 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx import native
-from veloxquant_mlx.allocators.transforms import SCALE_BITS
 from veloxquant_mlx.codecs._base import Given, Shape
 from veloxquant_mlx.codecs._components import BLOCK
 from veloxquant_mlx.codecs._components import Components as Quantisers
@@ -113,10 +112,9 @@ class TcValueRows(RowReader):
         mix, mean = linear(self.predictor, keys.keys)
         if mix is None:
             return None
-        heads, _, dim = self.shape
-        rows, one, bits = native.stored(self.shape), np.arange(heads + 1, dtype=np.int32), np.full(heads, SCALE_BITS, np.uint16)
+        rows, dim = native.stored(self.shape), self.shape[2]
         rows.components(native.packed(self.parts["codes"]), self.predictor.quantisers)
-        rows.sizes(native.packed(self.parts["scales"]), native.quantisers(one, bits, native.shared(self.values.sizes)))
+        rows.sizes(native.packed(self.parts["scales"]), self.values.quantisers)
         rows.mix(mix)
         rows.mean(mean)
         rows.rotation(*native_factors(dim, self.seed))

@@ -114,6 +114,7 @@ NB_MODULE(_native, m) {
   bind_convert(m);
   bind_search(m);
   bind_streams(m);
+  bind_calibrated(m);
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Level* one : levels()) names.emplace_back(one->name);

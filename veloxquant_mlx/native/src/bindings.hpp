@@ -117,5 +117,6 @@ void bind_encode(nb::module_& m);
 void bind_convert(nb::module_& m);
 void bind_search(nb::module_& m);
 void bind_streams(nb::module_& m);
+void bind_calibrated(nb::module_& m);
 
 }  // namespace kvtool

@@ -421,9 +421,12 @@ extern const Encoder KVTOOL_ENCODER(KVTOOL_LEVEL);
 #define KVTOOL_SEARCHER_(x) x##_searcher
 #define KVTOOL_SEARCHER(x) KVTOOL_SEARCHER_(x)
 extern const Searcher KVTOOL_SEARCHER(KVTOOL_LEVEL);
+#define KVTOOL_CALIBRATED_(x) x##_calibrated
+#define KVTOOL_CALIBRATED(x) KVTOOL_CALIBRATED_(x)
+extern const Calibrated KVTOOL_CALIBRATED(KVTOOL_LEVEL);
 const Level KVTOOL_LEVEL = {
-    KVTOOL_NAME(KVTOOL_LEVEL), &KVTOOL_ENCODER(KVTOOL_LEVEL), &KVTOOL_SEARCHER(KVTOOL_LEVEL), KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend_scratch, KVTOOL_INSIDE::attend,
-    KVTOOL_INSIDE::merge, KVTOOL_INSIDE::decode, KVTOOL_INSIDE::attend_components_scratch, KVTOOL_INSIDE::attend_components,
+    KVTOOL_NAME(KVTOOL_LEVEL), &KVTOOL_ENCODER(KVTOOL_LEVEL), &KVTOOL_SEARCHER(KVTOOL_LEVEL), &KVTOOL_CALIBRATED(KVTOOL_LEVEL),
+    KVTOOL_INSIDE::prepare, KVTOOL_INSIDE::attend_scratch, KVTOOL_INSIDE::attend, KVTOOL_INSIDE::merge, KVTOOL_INSIDE::decode, KVTOOL_INSIDE::attend_components_scratch, KVTOOL_INSIDE::attend_components,
     KVTOOL_INSIDE::decode_as, KVTOOL_INSIDE::turn};
 
 }  // namespace kvtool

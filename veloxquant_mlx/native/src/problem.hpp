@@ -130,6 +130,7 @@ struct Merging {
 
 struct Encoder;
 struct Searcher;
+struct Calibrated;
 
 // Cosines and sines of rows that follow each other: row t is (first + t) % each of page (first + t) / each.
 struct Angles {
@@ -173,6 +174,7 @@ struct Level {
   const char* name;
   const Encoder* encoder;
   const Searcher* searcher;
+  const Calibrated* calibrated;
   void (*prepare)(const Problem&, int head);
   size_t (*attend_scratch)(const Problem&);  // floats
   void (*attend)(const Problem&, int first, int last, int chunk, float* scratch);  // heads first to last
