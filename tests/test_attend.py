@@ -1,6 +1,7 @@
 """What the attend functions share: packings of one content, parts of one sequence, how the work is cut."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,11 +11,11 @@ from formats.bitpack import pack
 from tests.metal_emulation.emulator import EmulatedMetal, unavailable
 from veloxquant_mlx import metal
 from veloxquant_mlx.metal._attend import hadamard_matrix, merge_parts, packed_width, unpack_codes
-from veloxquant_mlx.metal._attend_launch import MAX_POOL, MAX_REGISTERS, pool_floats, tile
+from veloxquant_mlx.metal._attend_launch import GROUP_BYTES, MAX_POOL, MAX_REGISTERS, MAX_TABLES, Many, many_kernel, pool_floats, tile
 from veloxquant_mlx.metal._backend import forced
 from veloxquant_mlx.metal._kernel import using
 from veloxquant_mlx.selftest.case import to_mlx
-from veloxquant_mlx.selftest.cases import fused_sdpa, rabitq_attend, rvq_attend, scalar_attend
+from veloxquant_mlx.selftest.cases import flash_prefill, fused_sdpa, rabitq_attend, rvq_attend, scalar_attend
 from veloxquant_mlx.selftest.oracles.attend import rotation
 
 
@@ -143,3 +144,55 @@ def test_unpack_codes(bits: int, layout: str) -> None:
 def test_hadamard_matrix(dim: int) -> None:
     want = rotation(np.ones(dim), np.float64)
     assert (np.array(hadamard_matrix(dim)) == want.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("table", [fused_sdpa, rabitq_attend, rvq_attend, scalar_attend], ids=lambda table: table.FUNCTION)
+@pytest.mark.parametrize(("queries", "group"), [(1, 1), (32, 1), (33, 1), (1, 64), (11, 3), (70, 2)])
+def test_many_queries_take_matrices(table: Any, queries: int, group: int) -> None:
+    """More than 32 query rows of a KV head, by more than one query: 64 rows of it a threadgroup."""
+    calls = []
+
+    def recorded(kernel, arrays, template, grid, threadgroup, shapes, dtypes):
+        calls.append((kernel.name.endswith("_many"), grid, threadgroup))
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    given = table.arguments(np.random.default_rng(5), B=3, H=2, Q=queries, group=group, S=70)
+    with using(recorded):
+        call(table.FUNCTION, given)
+    many, grid, threadgroup = calls[0]
+    rows = queries * group
+    assert len(calls) == 1 and many == (queries > 1 and rows > 32)
+    assert not many or (grid, threadgroup) == ((3 * 2 * -(-rows // 64) * 256, 1, 1), (256, 1, 1))
+
+
+def test_a_long_prefill_of_few_queries_is_split() -> None:
+    """Parts of the keys go to threadgroups of their own, and the second pass merges them; then the output is rotated."""
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+    rotated = rotation(np.where(np.arange(8) % 3, 1.0, -1.0), np.float32)
+    given = flash_prefill.arguments(np.random.default_rng(6), Q=3, S=600, D=8, group=2, out_dtype=mx.float32, out_rotation=rotated)
+    grids = []
+
+    def recorded(kernel, arrays, template, grid, *rest):
+        grids.append(grid)
+        return EmulatedMetal()(kernel, arrays, template, grid, *rest)
+
+    with using(recorded):
+        got = call("flash_prefill_attend", given)
+        mx.eval(got)
+    assert [grid[1] for grid in grids] == [2, 1]
+    with forced("cpu"):
+        want = call("flash_prefill_attend", given)
+    # float32 on both sides, 600 terms in another order.
+    assert mx.abs(got - want).max() < 1e-6
+
+
+@pytest.mark.parametrize("dim", range(8, 129, 8))
+def test_tiles_fit_in_threadgroup_memory(dim: int) -> None:
+    kernel = many_kernel("sized", (), "key_rows")
+    for types in ((mx.float32, mx.float32), (mx.float16, mx.float32), (mx.float16, mx.float16)):
+        for tables in (1, 512, MAX_TABLES):
+            keys = Many(kernel, *types).block(dim, tables)
+            assert keys in (8, 16, 32)
+            assert sum(-(-size // 16) * 16 for size in (*(keys * (dim + 8) * t.size for t in types), 4 * 8, 4 * tables)) <= GROUP_BYTES

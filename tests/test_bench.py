@@ -4,18 +4,20 @@ import contextlib
 import csv
 import io
 import json
+import platform
 import shlex
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvtool.bench import attending, coding, filing, measuring, oracle, shaped, sharing, targets
+from kvtool.bench import attending, coding, filing, machine, measuring, oracle, shaped, sharing, targets
 from kvtool.bench.machine import native_line
 from kvtool.bench.measuring import Case, Checked, Prepared, Row, copy_bandwidth, measure, timed
 from kvtool.bench.rows import BASE, Size, blocks, head_rows, plan_of, rows
@@ -23,11 +25,13 @@ from kvtool.cli import run
 from kvtool.cli.bench import FAMILIES
 from kvtool.probe import probe_model
 from tests import oracles
+from tests.metal_emulation.emulator import EmulatedMetal, unavailable
 from veloxquant_mlx import metal, native
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs.affine import Affine
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.metal._backend import forced
+from veloxquant_mlx.metal._kernel import using
 
 SHAPE = "2,4,2,32,96"
 KERNEL_SPECS = "k=rvq-2+2:nocenter,v=rvq-4:nocenter,k=rabitq:nocenter,v=rvq-4:nocenter,affine-4,vecinfer-1"
@@ -290,7 +294,8 @@ def test_times() -> None:
 def test_json_csv_and_plot(whole: tuple[dict[str, Any], Path]) -> None:
     data, folder = whole
     assert set(data) == {"machine", "settings", "copy", "rows", "load_after", "failed"}
-    assert {"date", "system", "device", "backend", "cores", "load", "blas", "versions"} <= set(data["machine"])
+    known = {"date", "system", "device", "device_architecture", "memory", "backend", "cores", "load", "blas", "versions"}
+    assert known <= set(data["machine"])
     assert {"kvtool", "mlx", "mlx-lm", "numpy", "python"} <= set(data["machine"]["versions"])
     names = [field.name for field in fields(Row)]
     assert all(list(row) == names for row in data["rows"])
@@ -334,6 +339,29 @@ def test_text_says_what_it_ran_on() -> None:
     ):
         assert part in text
     assert text.count("kvtool bench recode --shape 1,2,2,8,64 --seconds 0 --seed 1 --only") == 3
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.parametrize("queries", [1, 40])
+def test_what_a_mac_would_send(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    """System, chip, memory, versions, and rows of every kernel, whose Metal text the emulation runs."""
+    device = {"device_name": "Apple M2 Max", "architecture": "applegpu_g14s"}
+    system = {"system": lambda: "Darwin", "mac_ver": lambda: ("15.5", ("", "", ""), "arm64"), "machine": lambda: "arm64"}
+    monkeypatch.setattr(machine, "platform", SimpleNamespace(**system, python_version=platform.python_version))
+    monkeypatch.setattr(machine, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout="Apple M2 Max\n")))
+    monkeypatch.setattr(machine, "mx", SimpleNamespace(device_info=lambda: device))
+    with using(EmulatedMetal()):
+        data = report("attend", "--shape", "1,4,2,32,40", "--queries", str(queries), "--codec", KERNEL_SPECS)
+    about = data["machine"]
+    wanted = {"system": "macOS 15.5", "architecture": "arm64", "processor": "Apple M2 Max", "device": "Apple M2 Max"}
+    wanted |= {"device_architecture": "applegpu_g14s", "backend": "metal", "blas": "not used"}
+    assert {key: about[key] for key in wanted} == wanted
+    assert about["memory"] > 0 and {"kvtool", "mlx", "mlx-lm", "python"} <= set(about["versions"])
+    timed_rows = [row for row in data["rows"] if row["skipped"] is None]
+    assert all(row["median"] > 0 and row["error"] <= row["limit"] for row in timed_rows)
+    found = {row["name"].rpartition(": ")[2] for row in timed_rows if (row["backend"], row["device"]) == ("metal", "Apple M2 Max")}
+    kernels = {"codes", "scalar_fused_decode_attend", "turboquant_fused_rvq_decode_attend", "rabitq_prefill_attend", "metal_fused_sdpa"}
+    assert kernels | ({"rabitq_fused_attend"} if queries == 1 else {"flash_prefill_attend float32"}) <= found
 
 
 @pytest.mark.skipif(not native.available(), reason="the native back end is not here")

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,13 +18,15 @@ PACKAGES = ("kvtool", "mlx", "mlx-lm", "numpy", "torch")
 
 
 def machine() -> dict[str, Any]:
-    """System, processor, device, back end, cores, load average, BLAS, versions and date, as one object."""
+    """System, processor, device, memory in bytes, back end, cores, load average, BLAS, versions and date, as one object."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "system": f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),
         "processor": processor(),
         "device": str(mx.device_info().get("device_name", "unknown")),
+        "device_architecture": str(mx.device_info().get("architecture", "unknown")),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "backend": backend(),
         "native": native_line(),
         "cores": os.cpu_count(),
@@ -51,7 +54,10 @@ def blas() -> str:
 
 
 def processor() -> str:
-    """Name of the processor."""
+    """Name of the processor: on a Mac that of its chip."""
+    if platform.system() == "Darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())

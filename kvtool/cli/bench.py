@@ -225,7 +225,8 @@ def as_text(report: "Report", repro: bool = False) -> str:
     load = ", ".join(f"{x:g}" for x in about["load"])
     lines = [
         f"{about['date']}  {about['system']} {about['architecture']}, {about['processor'] or about['device']}",
-        f"back end {about['backend']}, device {about['device']}, {about['cores']} cores, load average {load}, "
+        f"back end {about['backend']}, device {about['device']} ({about['device_architecture']}), "
+        f"{about['cores']} cores, {about['memory'] / 2**30:.3g} GiB, load average {load}, "
         f"after it {', '.join(f'{x:g}' for x in report.load_after)}",
         f"native back end: {about['native']}",
         f"BLAS {about['blas']} ({about['blas_threads']} threads); "

@@ -4,7 +4,7 @@ Grid: one threadgroup per (batch, KV head, block of query rows) along x and per 
 comes from D and the heads per KV head alone; the number of splits, from the sizes of the call, is passed at run time.
 
 On CUDA, one query a head over codes of the sizes that a `Decode` is made for takes that kernel instead: the same grid, inputs and
-outputs, tensor cores for both products.
+outputs, tensor cores for both products. On Metal, many queries take a kernel on 8 x 8 matrices (`Many`): a threadgroup for 64 query rows.
 """
 
 import math
@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal._attend import PACKED, Options, nothing
+from veloxquant_mlx.metal._attend import PACKED, Options, finish, nothing
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._kernel import Kernel, Template, dims
 
@@ -36,6 +36,14 @@ DECODE_TABLE_BYTES = 65536
 DECODE_CODE_BYTES = 2048  # of a warp's step
 DECODE_QUERY_BYTES = 4 * DECODE_ROWS * (144 + 1)
 DECODE_BLOCKS = 264  # two on each multiprocessor of an H100 or H200
+
+MANY_ROWS = 64  # as in prefill_tiles.metal, here and below
+MANY_SIMDS = 8
+MANY_DIM = 128
+GROUP_BYTES = 32 * 1024  # threadgroup memory on Metal
+MANY_BYTES = GROUP_BYTES - 4 * MANY_SIMDS  # for tiles and tables
+MAX_TABLES = 4096  # floats of tables in threadgroup memory
+FEW_ROWS = 32  # query rows of a KV head that are not yet many: half a threadgroup's
 
 _METAL_MEMORY = "threadgroup float pool[POOL];\nthreadgroup float tables[TABLES];\n"
 _METAL_PLACE = "threadgroup_position_in_grid.x, threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
@@ -61,6 +69,56 @@ def attend_kernel(name: str, inputs: tuple[str, ...], readers: str, metal_reader
     metal = _METAL_MEMORY + (metal_readers or readers) + _ATTEND.format(place=_METAL_PLACE)
     cuda = _CUDA_MEMORY + readers + _ATTEND.format(place=_CUDA_PLACE)
     return Kernel(name, (*COMMON, *inputs), ("out", "lse"), ("bits", "attend", "attend_readers"), metal, cuda)
+
+
+_MANY = """typedef metal::vec<KT, 4> KeyFour;
+typedef metal::vec<VT, 4> ValueFour;
+threadgroup KeyFour k_tile[TILE];
+threadgroup ValueFour v_tile[TILE];
+threadgroup int odd[NSG];
+threadgroup float tables[TABLES];
+(void)tables;
+{readers}
+kvtool::prefill_tiles<D, BK, SIGNS, NORM, BIAS, VSCALE>(
+    q, q_scale, dims, start, k_norm, k_bias, v_scale, out, lse, key_rows, value_rows, k_tile, v_tile, odd, {place});
+"""
+_CODED = """
+kvtool::CodedRows<decltype(keys.reader)> key_rows{keys.reader};
+kvtool::CodedRows<decltype(values)> value_rows{values};
+"""
+
+
+@dataclass(frozen=True)
+class Many:
+    """A family's Metal kernel for many queries.
+
+    Fields:
+        key_type, value_type: of an element in threadgroup memory.
+        signs: whether of queries the signs alone count.
+        tables: floats of threadgroup memory that its readers use; None for as many as those of the general kernel.
+    """
+
+    kernel: Kernel
+    key_type: mx.Dtype = mx.float32
+    value_type: mx.Dtype = mx.float32
+    signs: bool = False
+    tables: int | None = None
+
+    def block(self, dim: int, tables: int) -> int:
+        """Keys of a tile: as many as fit, 32 at most."""
+        row = (dim + 8) * (self.key_type.size + self.value_type.size)
+        return next(keys for keys in (32, 16, 8) if keys * row + 4 * tables <= MANY_BYTES)
+
+
+def many_kernel(name: str, inputs: tuple[str, ...], readers: str) -> Kernel:
+    """The Metal kernel of a family for many queries.
+
+    Args:
+        readers: text that defines `key_rows` and `value_rows` of prefill_tiles.metal, or, as for `attend_kernel`, `keys` and `values`.
+    """
+    text = readers if "key_rows" in readers else readers + _CODED
+    sources = ("bits", "attend", "attend_readers", "prefill_tiles")
+    return Kernel(f"{name}_many", (*COMMON, *inputs), ("out", "lse"), sources, _MANY.format(readers=text, place=_METAL_PLACE), "")
 
 
 @dataclass(frozen=True)
@@ -118,6 +176,18 @@ def layout(packed: str | None) -> int:
     return PACKED.index(packed)
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """How a call is cut: query rows and threads of a threadgroup, and the kernel that is cut so."""
+
+    kernel: Kernel
+    template: Template
+    rows: int
+    threads: int
+    shared_memory: int = 0
+    resident: int = 0  # threadgroups that run at once, where that limits their number
+
+
 def launch(
     kernel: Kernel,
     q: mx.array,
@@ -133,6 +203,7 @@ def launch(
     multiple: int = 1,
     nsg: int | None = None,
     decode: Decode | None = None,
+    many: Many | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Run an attend kernel.
 
@@ -148,9 +219,12 @@ def launch(
         multiple: of elements that a lane must hold.
         nsg: SIMD-groups in a threadgroup; None to choose.
         decode: the family's kernel for one query a head, where the codes fit it.
+        many: the family's kernel for many queries.
     """
     if options.empty:
         return nothing(options)
+    if many is not None and nsg is None and takes_many(options):
+        return launch_many(many, q, scale, arrays, options, template=template, sizes=sizes, tables=tables, k_norm=k_norm, k_bias=k_bias)
     fast = decode is not None and backend() == "cuda" and options.queries == 1 and options.dim == DECODE_DIM and nsg is None
     shared_memory = 0
     if fast:
@@ -160,18 +234,71 @@ def launch(
         template = [*template, ("MEMORY", decode.memory)]
     else:
         elements, lanes, rows, nsg = tile(options.dim, options.heads_per_kv, multiple, nsg)
-    blocks = -(-options.heads_per_kv * options.queries // rows)
+    template = [
+        *(("E", elements), ("LANES", lanes), ("RB", rows), ("NSG", nsg)),
+        *(("POOL", max(1, pool_floats(elements, lanes, rows, nsg))), ("TABLES", tables)),
+        *template,
+    ]
+    cut = _Cut(kernel, template, rows, nsg * 32, shared_memory, DECODE_BLOCKS if fast else 0)
+    return _run(cut, q, scale, arrays, options, sizes, k_norm, k_bias, rotates=True)
+
+
+def takes_many(options: Options) -> bool:
+    """Whether a call has enough query rows for `Many`, on the back end and of the sizes that it is for."""
+    fits = options.dim % 8 == 0 and options.dim <= MANY_DIM
+    return backend() == "metal" and fits and options.queries > 1 and options.queries * options.heads_per_kv > FEW_ROWS
+
+
+def launch_many(
+    many: Many,
+    q: mx.array,
+    scale: float | mx.array,
+    arrays: Sequence[mx.array],
+    options: Options,
+    *,
+    template: Template = (),
+    sizes: tuple[int, ...] = (),
+    tables: int = 1,
+    k_norm: mx.array | None = None,
+    k_bias: mx.array | None = None,
+) -> mx.array | tuple[mx.array, mx.array]:
+    """Run a kernel for many queries, `options` not empty; arguments as `launch`, or `scale` (1,)."""
+    tables = tables if many.tables is None else many.tables
+    keys = many.block(options.dim, tables)
+    template = [
+        *(("E", 8), ("NSG", MANY_SIMDS), ("BK", keys), ("TILE", keys * (options.dim + 8) // 4), ("TABLES", tables)),
+        *(("KT", many.key_type), ("VT", many.value_type), ("SIGNS", many.signs)),
+        *template,
+    ]
+    return _run(_Cut(many.kernel, template, MANY_ROWS, MANY_SIMDS * 32), q, scale, arrays, options, sizes, k_norm, k_bias, rotates=False)
+
+
+def _run(
+    cut: _Cut,
+    q: mx.array,
+    scale: float | mx.array,
+    arrays: Sequence[mx.array],
+    options: Options,
+    sizes: tuple[int, ...],
+    k_norm: mx.array | None,
+    k_bias: mx.array | None,
+    rotates: bool,
+) -> mx.array | tuple[mx.array, mx.array]:
+    """The kernel, and the pass that merges splits, which rotates the output where `rotates`: of a few rows."""
+    blocks = -(-options.heads_per_kv * options.queries // cut.rows)
     groups = options.batch * options.kv_heads * blocks
-    splits = options.splits or choose_splits(groups, options, DECODE_BLOCKS if fast else 0)
-    two_passes = splits > 1 or options.rotation is not None
-    per_row = isinstance(scale, mx.array)
+    splits = options.splits or choose_splits(groups, options, cut.resident)
+    rotated = rotates and options.rotation is not None
+    two_passes = splits > 1 or rotated
+    out_dtype = options.out_dtype if rotated or options.rotation is None else mx.float32
+    per_row = isinstance(scale, mx.array) and scale.ndim == 3
     k_norm = options.k_norm if k_norm is None else k_norm
     unused = _zeros(mx.float32)
     query_rows = options.batch * options.heads * options.queries
-    out, lse = kernel(
+    out, lse = cut.kernel(
         [
             q,
-            scale.astype(mx.float32) if per_row else _factor(scale),
+            scale.astype(mx.float32) if isinstance(scale, mx.array) else _factor(scale),
             _dims(
                 *(options.kv_heads, options.heads_per_kv, options.queries, options.length, splits),
                 *(int(options.causal), options.window, int(options.start is not None), int(per_row)),
@@ -184,28 +311,29 @@ def launch(
             *arrays,
         ],
         template=[
-            *(("D", options.dim), ("E", elements), ("LANES", lanes), ("RB", rows), ("NSG", nsg)),
-            *(("POOL", max(1, pool_floats(elements, lanes, rows, nsg))), ("TABLES", tables)),
+            ("D", options.dim),
             *(("NORM", k_norm is not None), ("BIAS", k_bias is not None), ("VSCALE", options.v_scale is not None)),
-            *template,
+            *cut.template,
         ],
-        grid=(groups * nsg * 32, splits, 1),
-        threadgroup=(nsg * 32, 1, 1),
+        grid=(groups * cut.threads, splits, 1),
+        threadgroup=(cut.threads, 1, 1),
         output_shapes=[(query_rows, splits, options.dim), (query_rows, splits)],
-        output_dtypes=[mx.float32 if two_passes else options.out_dtype, mx.float32],
-        shared_memory=shared_memory,
+        output_dtypes=[mx.float32 if two_passes else out_dtype, mx.float32],
+        shared_memory=cut.shared_memory,
     )
     if two_passes:
         out, lse = FINISH(
-            [out, lse, unused if options.rotation is None else options.rotation, _dims(splits, int(options.rotation is not None))],
+            [out, lse, options.rotation if rotated else unused, _dims(splits, int(rotated))],
             template=[("D", options.dim)],
             grid=(query_rows * options.dim, 1, 1),
             threadgroup=(options.dim, 1, 1),
             output_shapes=[(query_rows, options.dim), (query_rows,)],
-            output_dtypes=[options.out_dtype, mx.float32],
+            output_dtypes=[out_dtype, mx.float32],
         )
-    out = out.reshape(options.out_shape)
-    return (out, lse.reshape(options.out_shape[:3])) if options.lse else out
+    out, lse = out.reshape(options.out_shape), lse.reshape(options.out_shape[:3])
+    if not rotates:
+        return finish(out, lse, options)
+    return (out, lse) if options.lse else out
 
 
 def tile(dim: int, heads_per_kv: int, multiple: int = 1, nsg: int | None = None) -> tuple[int, int, int, int]:
@@ -225,6 +353,12 @@ def tile(dim: int, heads_per_kv: int, multiple: int = 1, nsg: int | None = None)
 
 def pool_floats(elements: int, lanes: int, rows: int, nsg: int) -> int:
     return nsg // 2 * rows * (lanes * elements + 2)
+
+
+def spare_floats(options: Options) -> int:
+    """Floats of threadgroup memory that tables can have beside the merge, on Metal."""
+    elements, lanes, rows, nsg = tile(options.dim, options.heads_per_kv)
+    return min(MAX_TABLES, GROUP_BYTES // 4 - 8 - pool_floats(elements, lanes, rows, nsg))
 
 
 def choose_splits(groups: int, options: Options, resident: int = 0) -> int:

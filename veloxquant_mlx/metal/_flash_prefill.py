@@ -11,8 +11,9 @@ import mlx.core as mx
 
 from veloxquant_mlx.metal import _attend
 from veloxquant_mlx.metal._attend import Extras
+from veloxquant_mlx.metal._attend_launch import Many, launch_many, many_kernel
 from veloxquant_mlx.metal._backend import backend
-from veloxquant_mlx.metal._prefill import check_causal, check_plain, key_block, launch, plain_ops, tile_kernel, tiles
+from veloxquant_mlx.metal._prefill import check_causal, check_plain, launch, plain_ops, tile_kernel, tiles
 from veloxquant_mlx.metal._prefill_tiles import HALVES, tiled
 
 _KERNEL = tile_kernel(
@@ -20,8 +21,12 @@ _KERNEL = tile_kernel(
     ("k", "v"),
     """const kvtool::PrefillPlain<KT, D> keys{k};
   const kvtool::PrefillPlain<VT, D> values{v};""",
-    "KT",
-    "VT",
+)
+_MANY = many_kernel(
+    _KERNEL.name,
+    ("k", "v"),
+    """kvtool::PlainRows<KS, KT, D> key_rows{k, dims[3]};
+kvtool::PlainRows<VT, VT, D> value_rows{v, dims[3]};""",
 )
 _TILED = tiled(_KERNEL, "const kvtool::TilePlain<KT, D> keys{k};\n  const kvtool::TilePlain<VT, D> values{v};", (16, 16))
 
@@ -55,7 +60,10 @@ def flash_prefill_attend(
         return _attend.nothing(options)
     if backend() == "cpu":
         return plain_ops(q, k, v, scale, options)
-    wide = mx.float32 in (k.dtype, v.dtype)
-    template = [("KT", k.dtype), ("VT", v.dtype), *key_block(options.dim, 16 if wide else 32)]
+    if backend() == "metal":
+        # Halves multiply halves; what differs meets in float32.
+        many = Many(_MANY, k.dtype if k.dtype == q.dtype else mx.float32, v.dtype)
+        return launch_many(many, q, scale, (k, v), options, template=[("KS", k.dtype)])
     fast = _TILED if k.dtype == q.dtype and v.dtype in HALVES else None
+    template = [("KT", k.dtype), ("VT", v.dtype)]
     return launch(_KERNEL, q, scale, (k, v), options, template=template, groups=tiles(options), tiled=fast)

@@ -1,6 +1,7 @@
 """What the prefill functions share: checks, the definition over plain keys and values, and the grids.
 
-Options, mask and log-sum-exp: `_attend`. One threadgroup has 32 queries of one head; keys stream by in tiles.
+Options, mask and log-sum-exp: `_attend`. On Metal, `_attend_launch.Many`; on CUDA, tensor cores where `_prefill_tiles` fits, else a block
+for 32 queries of one head; keys stream by in tiles.
 """
 
 from collections.abc import Sequence
@@ -20,26 +21,14 @@ ROWS = 32  # queries of a tile
 THREADS = 128
 COMMON = ("q", "scale", "dims", "start", "k_norm", "k_bias", "v_scale")
 
-_METAL_PLACE = "threadgroup_position_in_grid.x, threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
-
-def tile_kernel(name: str, inputs: tuple[str, ...], readers: str, key_type: str, value_type: str) -> Kernel:
-    """The kernel of a family.
+def tile_kernel(name: str, inputs: tuple[str, ...], readers: str) -> Kernel:
+    """The CUDA kernel of a family, for what the tensor cores of `_prefill_tiles` do not take.
 
     Args:
         inputs: arrays that the readers use.
-        readers: text, the same in both languages, that defines the readers `keys` and `values`.
-        key_type, value_type: of a decoded element, in Metal.
+        readers: text that defines the readers `keys` and `values`.
     """
-    metal = f"""
-  {readers}
-  threadgroup {key_type} k_tile[TILE];
-  threadgroup {value_type} v_tile[TILE];
-  threadgroup int odd[4];
-  kvtool::prefill<D, BK, NORM, BIAS, VSCALE>(
-      q, scale, dims, start, k_norm, k_bias, v_scale, out, lse, keys, values, k_tile, v_tile, odd,
-      {_METAL_PLACE});
-"""
     cuda = f"""
   {readers}
   __shared__ float4 q_tile[32 * D / 4];
@@ -47,7 +36,7 @@ def tile_kernel(name: str, inputs: tuple[str, ...], readers: str, key_type: str,
   kvtool::prefill<D, NORM, BIAS, VSCALE>(
       q, scale, dims, start, k_norm, k_bias, v_scale, out, lse, keys, values, (float*)q_tile, (float*)kv_tile);
 """
-    return Kernel(name, (*COMMON, *inputs), ("out", "lse"), ("prefill",), metal, cuda)
+    return Kernel(name, (*COMMON, *inputs), ("out", "lse"), ("prefill",), "", cuda)
 
 
 def check_plain(function: str, q: Any, k: Any, v: Any, scale: Any, multiple: int) -> None:
@@ -144,8 +133,3 @@ def launch(
 def tiles(options: Options) -> int:
     """Tiles of queries in one head."""
     return -(-options.queries // ROWS)
-
-
-def key_block(dim: int, keys: int) -> Template:
-    """Compile-time sizes of a tile of `keys` keys: two of them fit in 32 KiB of threadgroup memory."""
-    return [("BK", keys), ("TILE", keys * (dim + 8))]

@@ -18,10 +18,12 @@ from veloxquant_mlx.metal._attend_launch import (
     DECODE_TABLE_BYTES,
     DECODE_WARPS,
     Decode,
+    Many,
     attend_kernel,
     decode_kernel,
     launch,
     layout,
+    many_kernel,
 )
 from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
@@ -45,6 +47,19 @@ auto fast_values = kvtool::decode_table_values<0, VSCALE>(v_idx, v_cents, dims[9
 )
 DECODE = Decode(_DECODE_KERNEL, DECODE_TABLE_BYTES + DECODE_WARPS * DECODE_CODE_BYTES)
 DECODE_BITS = 4
+# Signs are exact in halves.
+MANY = Many(
+    many_kernel(
+        _KERNEL.name,
+        ("k_bits", "v_idx", "v_cents"),
+        """kvtool::stage(v_cents, tables, dims[9], thread_index_in_threadgroup, NSG * 32);
+kvtool::SignRows<KT, D> key_rows{k_bits, dims[3]};
+kvtool::TableReader<D, E, LAYOUT, BITS, T> values{v_idx, tables, dims[9], dims[3]};
+kvtool::CodedRows<decltype(values)> value_rows{values};""",
+    ),
+    key_type=mx.float16,
+    signs=True,
+)
 
 
 def rabitq_fused_attend(
@@ -128,6 +143,7 @@ def rabitq_fused_attend(
         k_bias=k_const,
         multiple=8,
         decode=DECODE if halves and packed and bits == DECODE_BITS else None,
+        many=MANY,
     )
 
 

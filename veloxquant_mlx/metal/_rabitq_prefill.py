@@ -12,10 +12,11 @@ import mlx.core as mx
 
 from veloxquant_mlx.metal import _attend, _native_attend
 from veloxquant_mlx.metal._attend import Extras, Options
+from veloxquant_mlx.metal._attend_launch import FIRST_OWN_SIZE, Many, launch_many, many_kernel
 from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
-from veloxquant_mlx.metal._prefill import check_heads, key_block, launch, tile_kernel, tiles
-from veloxquant_mlx.metal._prefill_tiles import tiled
+from veloxquant_mlx.metal._prefill import check_heads, launch, tile_kernel, tiles
+from veloxquant_mlx.metal._prefill_tiles import HALVES, tiled
 
 MAX_CENTROIDS = 16
 
@@ -24,8 +25,14 @@ _KERNEL = tile_kernel(
     ("k_bits", "v_idx", "v_cents"),
     """const kvtool::PrefillSigns<D> keys{k_bits};
   const kvtool::PrefillNibbles<D> values{v_idx, v_cents, dims[7] - 1};""",
-    "half",
-    "float",
+)
+_MANY = many_kernel(
+    _KERNEL.name,
+    ("k_bits", "v_idx", "v_cents"),
+    f"""kvtool::stage(v_cents, tables, dims[{FIRST_OWN_SIZE}], thread_index_in_threadgroup, NSG * 32);
+kvtool::SignRows<KT, D> key_rows{{k_bits, dims[3]}};
+typedef kvtool::TableReader<D, 8, 1, 4, uint8_t> Nibbles;
+kvtool::CodedRows<Nibbles> value_rows{{Nibbles{{v_idx, tables, dims[{FIRST_OWN_SIZE}], dims[3]}}}};""",
 )
 _TILED = tiled(
     _KERNEL,
@@ -102,17 +109,17 @@ def rabitq_prefill_attend(
     if backend() == "cpu":
         return _ops(q, scale, k_bits, k_mag, k_const, v_idx, v_cents, options)
     arrays = (k_bits, v_idx, v_cents.astype(mx.float32))
+    sizes = (v_cents.shape[0],)
+    if backend() == "metal":
+        many = Many(_MANY, q.dtype if q.dtype in HALVES else mx.float32)
+        return launch_many(many, q, scale, arrays, options, sizes=sizes, tables=MAX_CENTROIDS, k_norm=k_mag, k_bias=k_const)
     return launch(
-        _KERNEL,
-        q,
-        scale,
-        arrays,
-        options,
-        template=key_block(dim, 16),
+        *(_KERNEL, q, scale, arrays, options),
+        template=(),
         groups=tiles(options),
         k_norm=k_mag,
         k_bias=k_const,
-        sizes=(v_cents.shape[0],),
+        sizes=sizes,
         tiled=_TILED,
     )
 

@@ -9,7 +9,6 @@ The codes a codec in the manner of TurboQuant (arXiv 2504.19874) stores lack the
 """
 
 import math
-from dataclasses import replace
 from typing import Unpack
 
 import mlx.core as mx
@@ -21,10 +20,13 @@ from veloxquant_mlx.metal._attend_launch import (
     DECODE_TABLE_BYTES,
     DECODE_WARPS,
     Decode,
+    Many,
     attend_kernel,
     decode_kernel,
     launch,
     layout,
+    many_kernel,
+    spare_floats,
 )
 from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, require
@@ -33,10 +35,6 @@ MAX_BITS = 8
 MAX_PAIR_BITS = 8  # as in attend_readers.metal
 
 _INPUTS = ("k_indices1", "k_indices2", "centroids1", "centroids2", "v_indices", "v_codebook")
-_VALUES = "kvtool::VectorReader<D, E, SUB, LAYOUT, BITSV, T> values{v_indices, v_codebook, 1 << BITSV, dims[3]};"
-_METAL_KEYS = """kvtool::stage_stages<BITS1, BITS2>(centroids1, centroids2, tables, thread_index_in_threadgroup, NSG * 32);
-kvtool::DenseKeys<kvtool::TwoStageReader<D, E, LAYOUT, BITS1, BITS2, T>, D, E> keys{{k_indices1, k_indices2, tables, dims[3]}};
-"""
 _KERNEL = attend_kernel(
     "turboquant_fused_rvq_decode_attend",
     _INPUTS,
@@ -44,15 +42,28 @@ _KERNEL = attend_kernel(
 kvtool::stage(centroids2, tables + (1 << BITS1), 1 << BITS2, thread_index_in_threadgroup, NSG * 32);
 kvtool::DenseKeys<kvtool::TwoStageReader<D, E, LAYOUT, BITS1, BITS2, T>, D, E> keys{
     {{k_indices1, tables, 1 << BITS1, dims[3]}, {k_indices2, tables + (1 << BITS1), 1 << BITS2, dims[3]}}};
-"""
-    + _VALUES,
-    _METAL_KEYS + _VALUES,
+kvtool::VectorReader<D, E, SUB, LAYOUT, BITSV, T> values{v_indices, v_codebook, 1 << BITSV, dims[3]};""",
 )
-# Values of one element a code: their table goes where the keys' are.
-_TABLE_VALUES = """threadgroup float* entries = tables + TABLES - (1 << BITSV);
+_METAL_KEYS = """kvtool::stage_stages<BITS1, BITS2>(centroids1, centroids2, tables, thread_index_in_threadgroup, NSG * 32);
+kvtool::DenseKeys<kvtool::TwoStageReader<D, E, LAYOUT, BITS1, BITS2, T>, D, E> keys{{k_indices1, k_indices2, tables, dims[3]}};
+"""
+# The values' table goes behind the keys', where it fits.
+_METAL_VALUES = {
+    "table": """threadgroup float* entries = tables + TABLES - (1 << BITSV);
 kvtool::stage(v_codebook, entries, 1 << BITSV, thread_index_in_threadgroup, NSG * 32);
-kvtool::TableReader<D, E, LAYOUT, BITSV, T> values{v_indices, entries, 1 << BITSV, dims[3]};"""
-_TABLE_KERNEL = replace(_KERNEL, name=f"{_KERNEL.name}_table", metal=_KERNEL.metal.replace(_VALUES, _TABLE_VALUES))
+kvtool::TableReader<D, E, LAYOUT, BITSV, T> values{v_indices, entries, 1 << BITSV, dims[3]};""",
+    "vectors": """threadgroup float* entries = tables + TABLES - (SUB << BITSV);
+kvtool::stage(v_codebook, entries, SUB << BITSV, thread_index_in_threadgroup, NSG * 32);
+kvtool::VectorReader<D, E, SUB, LAYOUT, BITSV, T, true> values{v_indices, entries, 1 << BITSV, dims[3]};""",
+    "far": """kvtool::VectorReader<D, E, SUB, LAYOUT, BITSV, T, false> values{v_indices, v_codebook, 1 << BITSV, dims[3]};""",
+}
+_METAL = {
+    name: (
+        attend_kernel(f"{_KERNEL.name}_{name}", _INPUTS, "", _METAL_KEYS + values),
+        Many(many_kernel(f"{_KERNEL.name}_{name}", _INPUTS, _METAL_KEYS + values)),
+    )
+    for name, values in _METAL_VALUES.items()
+}
 _DECODE_KERNEL = decode_kernel(
     _KERNEL,
     """kvtool::DecodeTwoStageKeys fast_keys{k_indices1, k_indices2, centroids1, centroids2};
@@ -132,18 +143,23 @@ def turboquant_fused_rvq_decode_attend(
         return _ops(q, (k_indices1, k_indices2, v_indices), (centroids1, centroids2, v_codebook), (b1, b2, bv), packed, options)
     halves = options.out_dtype != mx.float32 and not options.lse
     tables = [table.astype(mx.float32) for table in (centroids1, centroids2, v_codebook)]
-    on_metal = backend() == "metal"
-    table = on_metal and sub == 1
-    stages = 2 ** (b1 + b2) if on_metal and b1 + b2 <= MAX_PAIR_BITS else 2**b1 + 2**b2
+    stages = 2 ** (b1 + b2) if backend() == "metal" and b1 + b2 <= MAX_PAIR_BITS else 2**b1 + 2**b2
+    words = sub * 2**bv
+    kernel, many = _KERNEL, None
+    if backend() == "metal":
+        near = stages + words <= spare_floats(options)
+        kernel, many = _METAL["table" if sub == 1 else "vectors" if near else "far"]
+        stages += words if near else 0
     return launch(
-        _TABLE_KERNEL if table else _KERNEL,
+        kernel,
         q,
         1 / math.sqrt(dim),
         (k_indices1, k_indices2, *tables[:2], v_indices, tables[2]),
         options,
         template=[("LAYOUT", layout(packed)), ("BITS1", b1), ("BITS2", b2), ("BITSV", bv), ("SUB", sub), ("T", k_indices1.dtype)],
-        tables=stages + (2**bv if table else 0),
+        tables=stages,
         decode=DECODE if halves and sub == 1 and packed and (b1, b2, bv) == DECODE_BITS else None,
+        many=many,
     )
 
 

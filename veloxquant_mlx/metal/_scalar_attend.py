@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from veloxquant_mlx.metal import _attend, _native_attend
 from veloxquant_mlx.metal._attend import INT32_MAX, Extras, Options
-from veloxquant_mlx.metal._attend_launch import DECODE_WARPS, Decode, attend_kernel, decode_kernel, launch, layout
+from veloxquant_mlx.metal._attend_launch import DECODE_WARPS, Decode, Many, attend_kernel, decode_kernel, launch, layout, many_kernel
 from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, message, require
 
@@ -21,13 +21,13 @@ MAX_NSG = 32
 THREADGROUP_BYTES = 32 * 1024
 MAX_BITS = 8
 
-_KERNEL = attend_kernel(
-    "scalar_fused_decode_attend",
-    ("k_codes", "k_scale", "k_zero", "v_codes", "v_token_scale", "v_zero"),
-    """kvtool::DenseKeys<kvtool::ChannelAffineReader<D, E, GROUP, LAYOUT, BITSK, T, AK>, D, E> keys{{k_codes, k_scale, k_zero, dims[3]}};
+_INPUTS = ("k_codes", "k_scale", "k_zero", "v_codes", "v_token_scale", "v_zero")
+_READERS = """kvtool::DenseKeys<kvtool::ChannelAffineReader<D, E, GROUP, LAYOUT, BITSK, T, AK>, D, E> keys{
+    {k_codes, k_scale, k_zero, dims[3]}};
 kvtool::TokenAffineReader<D, E, GROUP, LAYOUT, BITSV, T, AV> values{v_codes, v_token_scale, v_zero, dims[3]};
-(void)tables;""",
-)
+(void)tables;"""
+_KERNEL = attend_kernel("scalar_fused_decode_attend", _INPUTS, _READERS)
+MANY = Many(many_kernel(_KERNEL.name, _INPUTS, _READERS))
 _DECODE_KERNEL = decode_kernel(
     _KERNEL,
     """using FastKeys = kvtool::DecodeAffineKeys<GROUP, AK>;
@@ -133,6 +133,7 @@ def scalar_fused_decode_attend(
         ],
         nsg=nsg,
         decode=DECODE if fast else None,
+        many=MANY,
     )
 
 

@@ -7,6 +7,7 @@ q~ = (q * smooth) H and k~ = (k / smooth) H give q~ . k~ = q . k, since H H^T = 
 module of mlx-lm binds `scaled_dot_product_attention` by value, hence the patch of each module rather than of one.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from mlx_lm.models import base
 
 from veloxquant_mlx.metal import _attend, _native_attend
 from veloxquant_mlx.metal._attend import Extras, Options
-from veloxquant_mlx.metal._attend_launch import attend_kernel, launch, layout
+from veloxquant_mlx.metal._attend_launch import Many, attend_kernel, launch, layout, many_kernel, spare_floats
 from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
 
@@ -29,13 +30,42 @@ MAX_N_SUB = 16
 MAX_HEAD_DIM = 256
 INDICES = (mx.uint8, mx.uint16, mx.int32, mx.uint32)
 
+_INPUTS = ("k_indices", "k_codebook", "v_indices", "v_codebook")
 _KERNEL = attend_kernel(
     "metal_fused_sdpa",
-    ("k_indices", "k_codebook", "v_indices", "v_codebook"),
+    _INPUTS,
     """kvtool::DenseKeys<kvtool::VectorReader<D, E, SUBK, LAYOUT, BITS, TK>, D, E> keys{{k_indices, k_codebook, dims[9], dims[3]}};
 kvtool::VectorReader<D, E, SUBV, LAYOUT, BITS, TV> values{v_indices, v_codebook, dims[9], dims[3]};
 (void)tables;""",
 )
+
+
+def _metal_readers(near: tuple[bool, bool]) -> str:
+    """Readers for Metal, with the codebooks of keys and of values in threadgroup memory or not."""
+    lines, place = [], "tables"
+    for role, fits in zip("kv", near, strict=True):
+        if fits:
+            size = f"dims[9] * SUB{role.upper()}"
+            lines.append(f"threadgroup float* {role}_words = {place};")
+            lines.append(f"kvtool::stage({role}_codebook, {role}_words, {size}, thread_index_in_threadgroup, NSG * 32);")
+            place = f"{role}_words + {size}"
+        else:
+            lines.append(f"const device float* {role}_words = {role}_codebook;")
+    of_keys, of_values = (str(fits).lower() for fits in near)
+    lines.append(
+        f"kvtool::DenseKeys<kvtool::VectorReader<D, E, SUBK, LAYOUT, BITS, TK, {of_keys}>, D, E> "
+        "keys{{k_indices, k_words, dims[9], dims[3]}};"
+    )
+    lines.append(f"kvtool::VectorReader<D, E, SUBV, LAYOUT, BITS, TV, {of_values}> values{{v_indices, v_words, dims[9], dims[3]}};")
+    return "\n".join([*lines, "(void)tables;"])
+
+
+_METAL = {
+    near: attend_kernel(f"{_KERNEL.name}{'_k' * near[0]}{'_v' * near[1]}", _INPUTS, "", _metal_readers(near))
+    for near in itertools.product((False, True), repeat=2)
+}
+# A codebook that 64 rows share stays where it is: tiles take the memory.
+MANY = Many(many_kernel(_KERNEL.name, _INPUTS, _metal_readers((False, False))), tables=1)
 
 
 def metal_fused_sdpa(
@@ -112,8 +142,15 @@ def metal_fused_sdpa(
             return found
     if backend() == "cpu":
         return _ops(q_tilde, (k_indices, v_indices), (k_codebook, v_codebook), scale, packed, bits, options)
+    kernel, words = _KERNEL, 1  # no table of nothing
+    if backend() == "metal":
+        spare, near = spare_floats(options), []
+        for codebook in (k_codebook, v_codebook):
+            near.append(codebook.size <= spare)
+            words, spare = (words + codebook.size, spare - codebook.size) if near[-1] else (words, spare)
+        kernel = _METAL[near[0], near[1]]
     return launch(
-        _KERNEL,
+        kernel,
         q_tilde,
         scale,
         (k_indices, k_codebook.astype(mx.float32), v_indices, v_codebook.astype(mx.float32)),
@@ -123,6 +160,8 @@ def metal_fused_sdpa(
             *(("TK", k_indices.dtype), ("TV", v_indices.dtype)),
         ],
         sizes=(entries,),
+        tables=words,
+        many=MANY,
     )
 
 

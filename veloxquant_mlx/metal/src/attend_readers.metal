@@ -195,34 +195,64 @@ METAL_FUNC void stage_stages(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
+// A table in threadgroup memory (NEAR) or not: its pointer, four entries at once.
+template <bool NEAR>
+struct Table {
+  typedef const device float* pointer;
+
+  static METAL_FUNC float4 four(pointer from) {
+    return float4(*(const device packed_float4*)from);
+  }
+};
+
+template <>
+struct Table<true> {
+  typedef const threadgroup float* pointer;
+
+  static METAL_FUNC float4 four(pointer from) {
+    return float4(*(const threadgroup packed_float4*)from);
+  }
+};
+
 // x[d] = codebook[code[d / SUB]][d % SUB]
-template <int D, int E, int SUB, int LAYOUT, int BITS, typename T>
+template <int D, int E, int SUB, int LAYOUT, int BITS, typename T, bool NEAR>
 struct VectorReader {
   const device T* codes;
-  const device float* codebook;
+  typename Table<NEAR>::pointer codebook;
   int entries;
   int tokens;
 
   METAL_FUNC void load(thread float* x, int head, int j, int d0) {
     constexpr bool WHOLE = E % SUB == 0;  // each lane has sub-vectors of its own
+    constexpr int STEP = E % 4 == 0 && SUB % 4 == 0 ? 4 : 1;
     const device T* row = codes + (size_t(head) * tokens + j) * Codes<LAYOUT, BITS>::width(D / SUB);
     uint code[(E + SUB - 1) / SUB];
     if (WHOLE) {
       Codes<LAYOUT, BITS>::template load<D / SUB, (E + SUB - 1) / SUB>(code, row, d0 / SUB);
     }
-    const device float* entry = codebook;
+    typename Table<NEAR>::pointer entry = codebook;
     ATTEND_UNROLL
-    for (int e = 0; e < E; e++) {
+    for (int e = 0; e < E; e += STEP) {
       const int d = d0 + e;
       if (d >= D) {
-        x[e] = 0;
-        continue;
+        for (int i = e; i < E; i++) {
+          x[i] = 0;
+        }
+        return;
       }
       if (WHOLE ? e % SUB == 0 : e == 0 || d % SUB == 0) {
         const uint index = WHOLE ? code[e / SUB] : Codes<LAYOUT, BITS>::at(row, d / SUB);
         entry = codebook + size_t(metal::min(index, uint(entries - 1))) * SUB;
       }
-      x[e] = entry[d % SUB];
+      if (STEP == 4) {
+        const float4 four = Table<NEAR>::four(entry + d % SUB);
+        ATTEND_UNROLL
+        for (int i = 0; i < 4 && e + i < E; i++) {
+          x[e + i] = four[i];
+        }
+      } else {
+        x[e] = entry[d % SUB];
+      }
     }
   }
 };

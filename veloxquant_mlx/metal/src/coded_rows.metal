@@ -167,6 +167,15 @@ struct CodedAffine {
   }
 };
 
+// Four elements, of 32 bits or of 16.
+METAL_FUNC float4 coded_four(const device float* from) {
+  return float4(*(const device packed_float4*)from);
+}
+template <typename T>
+METAL_FUNC metal::vec<T, 4> coded_four(const device T* from) {
+  return as_type<metal::vec<T, 4>>(ushort4(*(const device packed_ushort4*)from));
+}
+
 // Rows as they are.
 template <int D, typename T>
 struct CodedPlain {
@@ -179,8 +188,12 @@ struct CodedPlain {
   METAL_FUNC void fetch(thread Stored& stored, int head, int rows, int j, int c, bool used) const {
     const device T* row = data + (size_t(head) * rows + j) * D + 8 * (used ? c : 0);
     ATTEND_UNROLL
-    for (int e = 0; e < CODED_E; e++) {
-      stored.x[e] = row[e / 8 * (D / 2) + e % 8];
+    for (int e = 0; e < CODED_E; e += 4) {
+      const metal::vec<T, 4> four = coded_four(row + e / 8 * (D / 2) + e % 8);
+      ATTEND_UNROLL
+      for (int i = 0; i < 4; i++) {
+        stored.x[e + i] = four[i];
+      }
     }
   }
 
@@ -246,8 +259,12 @@ struct CodedVectors {
         }
       } else {
         ATTEND_UNROLL
-        for (int e = 0; e < SUB; e++) {
-          x[i * SUB + e] = used ? words[stored.code[i] * SUB + e] : 0.0f;
+        for (int e = 0; e < SUB; e += 4) {
+          const float4 four = float4(*(const threadgroup packed_float4*)(words + stored.code[i] * SUB + e));
+          ATTEND_UNROLL
+          for (int r = 0; r < 4; r++) {
+            x[i * SUB + e + r] = used ? four[r] : 0.0f;
+          }
         }
       }
     }

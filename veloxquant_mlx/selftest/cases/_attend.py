@@ -111,3 +111,18 @@ def run_time_extras(window: str = "window") -> dict[str, tuple[dict[str, int], C
         "start-in-a-split": ({"B": 2, "S": 50}, lambda rng, sizes: {**start(False, 49, 10)(rng, sizes), "splits": 4}),
         "fp32-output": ({"S": 33}, fixed(out_dtype=mx.float32, lse=True)),
     }
+
+
+def many_query_extras(window: str = "window") -> dict[str, tuple[dict[str, int], Callable[[Rng, dict[str, int]], dict[str, Any]]]]:
+    """As `run_time_extras`, with enough queries for the kernels of many."""
+
+    def fixed(**extras: Any) -> Callable[[Rng, dict[str, int]], dict[str, Any]]:
+        return lambda rng, sizes: extras
+
+    return {
+        "many-causal": ({"S": 41, "Q": 41}, fixed(causal=True, lse=True)),
+        "many-group-3": ({"H": 1, "group": 3, "S": 51, "Q": 23}, fixed(**{window: 9}, causal=True, lse=True)),
+        "many-splits": ({"S": 83, "Q": 35}, fixed(splits=3, causal=True, lse=True)),
+        "many-start": ({"B": 2, "S": 40, "Q": 35}, lambda rng, sizes: {"start": np.array([38, 7], np.int32), "causal": True, "lse": True}),
+        "many-not-causal": ({"H": 1, "S": 64, "Q": 33}, fixed(causal=False)),
+    }

@@ -170,40 +170,26 @@ ERRORS = common_errors(FUNCTION, 8)
 
 LENGTHS = (LengthCase(FUNCTION, lambda rng, n: arguments(rng, B=1 + n % 2, Q=n // 2, S=n), (2, 5, 40, 67)),)
 
+_mutation = partial(Mutation, FUNCTION)
 MUTATIONS = (
-    Mutation(FUNCTION, "future-visible", "dims[PREFILL_CAUSAL] ? at + 1", "dims[PREFILL_CAUSAL] ? at + 2", ("two-tiles",)),
-    Mutation(FUNCTION, "window-off-by-one", "at - dims[PREFILL_WINDOW] + 1", "at - dims[PREFILL_WINDOW]", ("window-of-one", "window")),
-    Mutation(FUNCTION, "wrong-group", "int(head) % heads / dims[PREFILL_GROUP]", "int(head) % heads % dims[PREFILL_GROUP]", ("group-3",)),
-    Mutation(
-        FUNCTION,
+    _mutation("future-visible", "dims[ATTEND_CAUSAL] ? at + 1", "dims[ATTEND_CAUSAL] ? at + 2", ("two-tiles",)),
+    _mutation("window-off-by-one", "at - dims[ATTEND_WINDOW] + 1", "at - dims[ATTEND_WINDOW]", ("window-of-one", "window")),
+    _mutation("wrong-position-in-a-group", "int i = row / dims[ATTEND_GROUP]", "int i = row % dims[ATTEND_QUERIES]", ("group-3",)),
+    _mutation("head-by-head", "(real % group) * queries + real / group", "real", ("group-3",)),
+    _mutation(
         "no-barrier-before-loads",
         "threadgroup_barrier(mem_flags::mem_threadgroup);\n    prefill_load",
         "prefill_load",
-        ("two-tiles", "tail"),
+        ("two-tiles",),
         "race",
     ),
-    Mutation(
-        FUNCTION,
-        "no-barrier-after-loads",
-        "threadgroup_barrier(mem_flags::mem_threadgroup);\n\n    PrefillMatrix",
-        "PrefillMatrix",
-        ("one-query", "tail"),
-    ),
-    Mutation(FUNCTION, "zero-weight-of-nan", "!(odd[0] | odd[1] | odd[2] | odd[3])", "true", ("not-visible",)),
-    Mutation(FUNCTION, "never-rescaled", "sum[f].thread_elements()[e] *= keep", "sum[f].thread_elements()[e] *= 1", ("two-tiles", "tail")),
-    Mutation(
-        FUNCTION,
-        "keys-not-transposed",
-        "k_tile[(n * 8 + column + e) * LD + f * 8 + prefill_fragment_row(lane)]",
-        "k_tile[(n * 8 + prefill_fragment_row(lane)) * LD + f * 8 + column + e]",
-        ("two-tiles",),
-    ),
-    Mutation(
-        FUNCTION,
-        "half-a-row-maximum",
-        "metal::max(x, simd_shuffle_xor(x, ushort(8)))",
-        "x",
-        ("two-tiles", "outlier"),
-    ),
-    Mutation(FUNCTION, "nothing-minus-nothing", "top == -INFINITY ? 0.0f : top", "top", ("start-and-window", "start")),
+    _mutation("no-barrier-after-loads", "threadgroup_barrier(mem_flags::mem_threadgroup);\n\n    Sums s", "Sums s", ("one-query", "tail")),
+    _mutation("zero-weight-of-nan", "if (!anywhere)", "if (true)", ("not-visible",)),
+    _mutation("whole-too-soon", "base + BK <= full_to", "base <= full_to", ("two-tiles",)),
+    _mutation("never-rescaled", "sum[f].thread_elements()[e] *= keep", "sum[f].thread_elements()[e] *= 1", ("two-tiles", "tail")),
+    _mutation("keys-not-transposed", "LD, ulong2(0, 0), true", "LD, ulong2(0, 0), false", ("two-tiles",)),
+    _mutation("values-transposed", "LD, ulong2(0, 0), false", "LD, ulong2(0, 0), true", ("two-tiles",)),
+    _mutation("second-four-lost", "x[e + 4] = T(high[e])", "x[e + 4] = T(low[e])", ("two-tiles",)),
+    _mutation("half-a-row-maximum", "metal::max(x, simd_shuffle_xor(x, ushort(8)))", "x", ("two-tiles", "outlier")),
+    _mutation("nothing-minus-nothing", "top == -INFINITY ? 0.0f : top", "top", ("start-and-window", "start")),
 )

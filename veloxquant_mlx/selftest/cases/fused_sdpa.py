@@ -8,7 +8,7 @@ import numpy as np
 
 from formats.bitpack import pack
 from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
-from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, orthogonal, positive, run_time_extras
+from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, many_query_extras, orthogonal, positive, run_time_extras
 from veloxquant_mlx.selftest.oracles import attend as oracle
 
 FUNCTION = "metal_fused_sdpa"
@@ -63,6 +63,14 @@ def with_extras(make: Callable[[Rng, dict[str, int]], dict[str, Any]], sizes: di
 
 CASES = (
     *(case(name, with_extras(make, sizes), **sizes) for name, (sizes, make) in run_time_extras("sliding_window").items()),
+    *(case(name, with_extras(make, sizes), **sizes) for name, (sizes, make) in many_query_extras("sliding_window").items()),
+    # Many queries.
+    case("many-D128", D=128, group=4, H=1, Q=9, S=37, dtype="float16", codebook="float16", index="uint16", entries=256, lse=True),
+    case("many-lsb8", packed("lsb8", 5), S=37, Q=33, k_norm=None),
+    case("many-nan-value-centroid", lambda g, rng: {"v_codebook": at(g["v_codebook"], (3, 1), np.nan)}, S=37, Q=37),
+    # Codebooks beyond threadgroup memory: of values, of keys.
+    case("v-codebook-far", S=19, entries=256, n_sub_v=2, n_sub=16),
+    case("k-codebook-far", S=19, entries=256, n_sub_v=16, n_sub=2),
     # Compile-time constants.
     case("D32-uint8", D=32, S=70, index="uint8", lse=True),
     case("D96-bf16", D=96, S=33, dtype="bfloat16", codebook="bfloat16", index="uint32"),
@@ -164,4 +172,6 @@ MUTATIONS = (
     ),
     Mutation(FUNCTION, "head-order", "(row % heads) * queries + row / heads : 0", "row : 0", ("D96-group-3",)),
     Mutation(FUNCTION, "entry-not-advanced", "WHOLE ? e % SUB == 0 : e == 0 || d % SUB == 0", "e == 0", ("prime",)),
+    Mutation(FUNCTION, "values-from-keys", "v_words = k_words + dims[9] * SUBK", "v_words = k_words", ("prime",)),
+    Mutation(FUNCTION, "many-first-row-only", "int(sg) * 8 + prefill_row(lane)", "prefill_row(lane)", ("many-causal",)),
 )

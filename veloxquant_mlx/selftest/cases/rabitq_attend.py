@@ -8,7 +8,17 @@ import numpy as np
 
 from formats.bitpack import pack
 from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
-from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, orthogonal, positive, run_time_extras, signs
+from veloxquant_mlx.selftest.cases._attend import (
+    Rng,
+    at,
+    attend_case,
+    floats,
+    many_query_extras,
+    orthogonal,
+    positive,
+    run_time_extras,
+    signs,
+)
 from veloxquant_mlx.selftest.oracles import attend as oracle
 
 FUNCTION = "rabitq_fused_attend"
@@ -61,6 +71,12 @@ def with_extras(make: Callable[[Rng, dict[str, int]], dict[str, Any]], sizes: di
 
 CASES = (
     *(case(name, with_extras(make, sizes), **sizes) for name, (sizes, make) in run_time_extras().items()),
+    *(case(name, with_extras(make, sizes), **sizes) for name, (sizes, make) in many_query_extras().items()),
+    # Many queries.
+    case("many-nibble-fp32", packed("nibble", 4), D=128, group=4, H=1, Q=9, S=37, dtype="float32", lse=True),
+    case("many-nan-in-the-future", lambda g, rng: {"k_const": at(g["k_const"], np.s_[..., -1], np.nan), "causal": True, "lse": True}, Q=33),
+    case("many-infinite-entry", lambda g, rng: {"v_cents": at(g["v_cents"], 3, -np.inf), "causal": True}, Q=33),
+    case("many-rotation", lambda g, rng: {"out_rotation": orthogonal(rng, 64), "splits": 2}, Q=33, S=25),
     # Compile-time constants.
     case("D8", D=8, S=9),
     case("D32-fp32", D=32, S=29, dtype="float32"),
@@ -192,4 +208,6 @@ MUTATIONS = (
     Mutation(FUNCTION, "split-overlap", "metal::min(per_split, seen - before)", "metal::min(per_split + 1, seen - before)", ("splits",)),
     Mutation(FUNCTION, "masked-minus-infinity", "if (s == -INFINITY) {", "if (false) {", ("every-bias-minus-infinity",)),
     Mutation(FUNCTION, "codes-of-the-first-lane", "row + i * BITS / 8", "row", ("nibble",)),
+    Mutation(FUNCTION, "many-query-without-its-sign", "SIGNS ? (x >= 0 ? 1.0f : -1.0f) : x", "x", ("many-causal",)),
+    Mutation(FUNCTION, "many-scale-of-another", "q_scale[dims[ATTEND_PER_ROW] ? q_row : 0]", "q_scale[0]", ("many-causal",)),
 )

@@ -174,11 +174,14 @@ LENGTHS = (LengthCase(FUNCTION, lambda rng, n: arguments(rng, B=1 + n % 2, Q=n /
 
 _mutation = partial(Mutation, FUNCTION)
 MUTATIONS = (
-    _mutation("highest-bit-first", "(byte >> e) & 1", "(byte >> (7 - e)) & 1", ("one-query",)),
-    _mutation("nibbles-swapped", "table[metal::min(byte & 15, last)]", "table[metal::min(byte >> 4, last)]", ("one-query",)),
-    _mutation("index-not-clamped", "metal::min(byte >> 4, last)", "byte >> 4", ("index-beyond-the-table", "one-entry"), "out of bounds"),
-    _mutation("bias-in-base-e", "float(k_bias[token]) * PREFILL_LOG2E", "float(k_bias[token])", ("one-query",)),
+    _mutation("highest-bit-first", "byte >> e & 1", "byte >> (7 - e) & 1", ("one-query",)),
+    _mutation("nibbles-swapped", "int shift = e * BITS % 32", "int shift = (e ^ 1) * BITS % 32", ("one-query",)),
+    _mutation(
+        *("index-not-clamped", "table[metal::min(code[e], uint(entries - 1))]", "table[code[e]]"),
+        *(("index-beyond-the-table", "one-entry"), "uninitialised"),
+    ),
+    _mutation("bias-in-base-e", "(BIAS ? float(k_bias[token]) * ATTEND_LOG2E", "(BIAS ? float(k_bias[token])", ("one-query",)),
     _mutation("bias-forgotten", "(BIAS ? float(k_bias[token])", "(false ? float(k_bias[token])", ("one-query",)),
     _mutation("rows-beyond-the-last", "base + j < keys", "true", ("one-query", "one"), "out of bounds"),
-    _mutation("queries-beyond-the-last", "if (i >= queries) {\n    return;\n  }\n  const size_t out_row", "const size_t out_row", ("one",)),
+    _mutation("queries-beyond-the-last", "if (row >= rows) {\n    return;\n  }\n  const size_t index", "const size_t index", ("one",)),
 )

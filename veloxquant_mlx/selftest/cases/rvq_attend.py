@@ -7,7 +7,17 @@ import numpy as np
 
 from formats.bitpack import pack
 from veloxquant_mlx.selftest.case import Case, ErrorCase, LengthCase, Mutation, Strided
-from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, orthogonal, positive, run_time_extras, signs
+from veloxquant_mlx.selftest.cases._attend import (
+    Rng,
+    at,
+    attend_case,
+    floats,
+    many_query_extras,
+    orthogonal,
+    positive,
+    run_time_extras,
+    signs,
+)
 from veloxquant_mlx.selftest.oracles import attend as oracle
 
 FUNCTION = "turboquant_fused_rvq_decode_attend"
@@ -77,6 +87,15 @@ def codec_sides(given: dict[str, Any], rng: Rng) -> dict[str, Any]:
 
 CASES = (
     *(case(name, with_extras(make, sizes), **sizes) for name, (sizes, make) in run_time_extras().items()),
+    *(case(name, with_extras(make, sizes), **sizes) for name, (sizes, make) in many_query_extras().items()),
+    # Many queries.
+    case("many-codec", lambda g, rng: packed("lsb8")(g, rng) | codec_sides(g, rng), D=128, group=4, H=1, Q=9, S=37, sub=1),
+    case("many-largest-tables", bits=(8, 8, 8), sub=1, S=37, Q=33, dtype="bfloat16"),
+    case("many-far", bits=(2, 2, 8), sub=32, S=37, Q=33),
+    case("many-odd-D", D=21, S=37, sub=7, bits=(1, 3, 2), Q=33),
+    case("many-not-finite", lambda g, rng: {"v_codebook": at(g["v_codebook"], (3, 1), np.nan), "causal": True}, S=37, Q=37),
+    # The values' codebook beyond threadgroup memory.
+    case("far", bits=(2, 2, 8), sub=32, S=19),
     # Compile-time constants.
     case("D32-fp32", D=32, S=70, dtype="float32", lse=True),
     case("D80-group-3", D=80, group=3, H=1, Q=2, S=37, causal=True, sub=5),
@@ -178,4 +197,7 @@ MUTATIONS = (
     Mutation(FUNCTION, "second-word-lost", "words[w + 1] = pair.y", "words[w + 1] = pair.x", ("D128-lsb32",)),
     Mutation(FUNCTION, "shuffle-off-by-one", "offset = LANES / 2; offset > 0", "offset = LANES / 2; offset > 1", ("prime",)),
     Mutation(FUNCTION, "rotation-transposed", "rotation[size_t(i) * D + d]", "rotation[size_t(d) * D + i]", ("rotation",)),
+    Mutation(FUNCTION, "vectors-from-keys", "entries = tables + TABLES - (SUB << BITSV)", "entries = tables", ("prime",)),
+    Mutation(FUNCTION, "one-of-four", "x[e + i] = four[i]", "x[e + i] = four[0]", ("prime",)),
+    Mutation(FUNCTION, "many-factor-lost", "VSCALE && (whole || (low <= j && j < high)) ?", "false ?", ("many-codec",)),
 )

@@ -7,7 +7,7 @@ import numpy as np
 
 from formats.bitpack import pack
 from veloxquant_mlx.selftest.case import Bf16, Case, ErrorCase, LengthCase, Mutation, Strided
-from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, orthogonal, positive, run_time_extras
+from veloxquant_mlx.selftest.cases._attend import Rng, at, attend_case, floats, many_query_extras, orthogonal, positive, run_time_extras
 from veloxquant_mlx.selftest.oracles import attend as oracle
 
 FUNCTION = "scalar_fused_decode_attend"
@@ -72,6 +72,14 @@ def with_extras(make: Callable[[Rng, dict[str, int]], dict[str, Any]], sizes: di
 
 CASES = (
     *(case(name, with_extras(make, sizes), **sizes) for name, (sizes, make) in run_time_extras().items()),
+    *(case(name, with_extras(make, sizes), **sizes) for name, (sizes, make) in many_query_extras().items()),
+    # Many queries.
+    case("many-4-bits", packed("lsb8", 4, 4), D=128, group=4, H=1, Q=9, S=67, side="float16", levels=16, causal=True),
+    case("many-3-and-5-bits", packed("lsb32", 3, 5), S=37, levels=32, Q=33, dtype="float32", side="bfloat16", g=64),
+    case("many-ragged-groups", D=40, g=7, S=31, Q=33),
+    case("many-D256", D=256, S=21, Q=33),
+    case("many-nan-in-a-value", lambda g, rng: {"v_zero": at(g["v_zero"], np.s_[:, 0, 9, 1], np.nan), "causal": True}, S=40, Q=40),
+    case("many-nsg", S=40, Q=40, nsg=4, causal=True),
     # Compile-time constants.
     case("D1", D=1, S=5),
     case("D32-fp32", D=32, S=70, dtype="float32", lse=True),
@@ -195,4 +203,7 @@ MUTATIONS = (
         ("prime",),
         "does not compile",
     ),
+    Mutation(FUNCTION, "many-split-from-the-start", "int t = each * int(split)", "int t = 0", ("many-splits",)),
+    Mutation(FUNCTION, "many-split-to-the-end", "metal::min(each * (int(split) + 1), tiles)", "tiles", ("many-splits",)),
+    Mutation(FUNCTION, "many-zero-of-another-row", "j / GROUP != group", "group < 0", ("many-causal",)),
 )
