@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 NOT_REGULAR = "not a regular file"
-SYNC_EACH = 1 << 25  # bytes; the system by itself would begin to write them some seconds later
+SYNC_EACH = 1 << 23  # bytes; the system by itself would begin to write them some seconds later
 _LEFTOVER = re.compile(r"\.kvtool-[0-9]+-[0-9a-f]{16}\.tmp")
 
 
@@ -28,7 +28,7 @@ def is_leftover(name: str) -> bool:
 
 
 class AtomicFile:
-    """The temporary file of one `atomic_write`: unbuffered, so that nothing is copied twice. Its errors name the file asked for."""
+    """A new file on its way to another name: unbuffered, so that nothing is copied twice. Its errors name `target`, the file asked for."""
 
     def __init__(self, fd: int, target: str) -> None:
         self.fd = fd

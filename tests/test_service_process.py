@@ -120,6 +120,8 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.address.startswith("https://")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert Served(found.address).write("a", b"x") and Served(found.address).read("a") == b"x"
+        served, large = Served(found.address), os.urandom(9_000_000)
+        assert served.write("b", large) and served.write("c", large) and served.read("b") == large == served.read("c")
         monkeypatch.delenv("SSL_CERT_FILE")
         with pytest.raises(ConnectionError, match="certificate"):
             Served(found.address).size("a")

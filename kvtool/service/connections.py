@@ -1,10 +1,14 @@
-"""Connections that do not get as far as a request: headers that come too slowly, or never end."""
+"""Connections: headers that come too slowly, or never end; and bodies that are received where they are wanted."""
 
 import asyncio
+from functools import partial
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvtool.service.settings import Limits
+
+REST = "rest"  # in a request's state: gives the rest of its body as a `Rest`, or None
 
 
 def guarded(limits: Limits) -> type[HttpToolsProtocol]:
@@ -14,6 +18,7 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
         _timer: asyncio.TimerHandle | None = None
         _head = 0
         _in_body = False
+        _left = 0  # of the body
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -36,6 +41,19 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
             self._unwait()
             self._in_body = True
             super().on_headers_complete()
+            # The parser has made sure that there is one length, or none.
+            self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+            self.scope["state"][REST] = partial(self._rest, self.cycle)
+
+        def on_body(self, body: bytes) -> None:
+            self._left -= len(body)
+            super().on_body(body)
+
+        def _rest(self, cycle: RequestResponseCycle) -> "Rest | None":
+            """What has not come yet of a body of known length; the parser sees nothing of it."""
+            if cycle is not self.cycle or self._left <= 0 or cycle.body or cycle.disconnected or self.parser.should_upgrade():
+                return None
+            return Rest(self, self._left)
 
         def on_message_complete(self) -> None:
             self._in_body = False
@@ -70,6 +88,83 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
                 self.transport.close()
 
     return Guarded
+
+
+class Rest(asyncio.BufferedProtocol):
+    """The rest of a request's body, received into the memory of who reads it: the parser would copy each byte three times.
+
+    It stands in for the connection's protocol until the body has ended; of a body that nobody reads to its end the bytes are dropped.
+
+    Args:
+        outer: the connection's protocol.
+        left: bytes that have not come.
+    """
+
+    def __init__(self, outer: HttpToolsProtocol, left: int) -> None:
+        self._outer, self._cycle, self._left = outer, outer.cycle, left
+        self._view: memoryview | None = None
+        self._waiter: asyncio.Future[int] | None = None
+        self._become(self)
+
+    def _become(self, protocol: asyncio.BaseProtocol) -> None:
+        # Which kind of protocol it reads for a transport asks when reading begins.
+        self._outer.flow.pause_reading()
+        self._outer.transport.set_protocol(protocol)
+
+    async def into(self, view: memoryview) -> int:
+        """Fill the beginning of `view`; the bytes, 0 at the end of the body.
+
+        Raises:
+            ClientDisconnect: the other side went away before that.
+        """
+        if not self._left:
+            return 0
+        if self._cycle.disconnected:
+            raise ClientDisconnect
+        self._view, self._waiter = view[: self._left], self._outer.loop.create_future()
+        self._outer.flow.resume_reading()
+        try:
+            return await self._waiter
+        finally:
+            self._view = self._waiter = None
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view or memoryview(bytearray(min(self._left, 1 << 16) or 1 << 16))
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if not self._left:
+            return
+        self._left -= nbytes
+        if self._waiter is not None and not self._waiter.done():
+            self._outer.flow.pause_reading()
+            self._view = None
+            self._waiter.set_result(nbytes)
+        if not self._left:
+            self._end()
+
+    def _end(self) -> None:
+        # What follows the last request of a connection is still dropped.
+        if self._cycle.keep_alive:
+            # The one so far waits for a body. This one is made as uvicorn makes it.
+            self._outer.parser = type(self._outer.parser)(self._outer)
+            self._outer.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._become(self._outer)
+            self._outer.flow.resume_reading()
+        self._outer.on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._outer.connection_lost(exc)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(ClientDisconnect())
+
+    def eof_received(self) -> None:
+        self._outer.eof_received()
+
+    def pause_writing(self) -> None:
+        self._outer.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._outer.resume_writing()
 
 
 REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large"}

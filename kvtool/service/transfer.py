@@ -13,11 +13,12 @@ from blake3 import blake3
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
+from formats.atomic import AtomicFile
+from kvtool.service.connections import REST, Rest
 from kvtool.store.objects import Missing, Objects
 
 PART = 1 << 20  # as large as pays on loopback; a connection holds two of them
-GATHERED = 4 << 20
-EARLY = 32 << 20  # from here on the disk writes while the rest is received
+GATHERED = 4 << 20  # of a body: one is received while another is written
 T = TypeVar("T")
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
@@ -61,10 +62,33 @@ class Pace:
             raise Stalled(f"nothing was received for {self._idle:g} s") from None
 
 
+class Incoming:
+    """A request's body, piece by piece into the memory of whoever reads it."""
+
+    def __init__(self, request: Request) -> None:
+        self._stream = request.stream()
+        self._take: Callable[[], Rest | None] | None = request.scope.get("state", {}).get(REST)
+        self._rest: Rest | None = None
+        self._piece = memoryview(b"")
+
+    async def into(self, view: memoryview) -> int:
+        """Fill the beginning of `view`; the bytes, 0 at the end of the body."""
+        if not self._piece and self._rest is not None:
+            return await self._rest.into(view)
+        if not self._piece:
+            self._piece = memoryview(await anext(self._stream, b""))
+            # Now that the server has asked for it, and the parser has seen where it begins, the rest may come without either.
+            if self._take is not None:
+                self._rest, self._take = self._take(), None
+        count = min(len(view), len(self._piece))
+        view[:count], self._piece = self._piece[:count], self._piece[count:]
+        return count
+
+
 async def received(
     request: Request, folder: Path, limit: int, pace: Pace, digest: str | None, room: Callable[[int], Awaitable[None]]
 ) -> tuple[Path, int]:
-    """Write a request's body to a file.
+    """Write a request's body to a file; a part is written, and what was written reaches the disk, while the next is received.
 
     Args:
         folder: where the file is made.
@@ -79,50 +103,40 @@ async def received(
     """
     path = folder / f"{secrets.token_hex(8)}.part"
     fd = await run_in_threadpool(os.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    out = AtomicFile(fd, str(path))
     hashed = blake3()
-    size = flushed = 0
     writing: asyncio.Task[None] | None = None
 
-    def put(parts: list[bytes]) -> None:
-        nonlocal flushed
-        for part in parts:
-            view = memoryview(part)
-            while len(view):
-                view = view[os.write(fd, view) :]
-            if digest is not None:
-                hashed.update(part)
-        done = os.lseek(fd, 0, os.SEEK_CUR)
-        if done - flushed >= EARLY:
-            os.fdatasync(fd) if hasattr(os, "fdatasync") else os.fsync(fd)
-            flushed = done
+    def put(part: memoryview) -> None:
+        out.write(part)
+        if digest is not None:
+            hashed.update(part)
 
     try:
-        gathered: list[bytes] = []
-        waiting = 0
-        stream = request.stream()
+        body, size, filled = Incoming(request), 0, 0
+        announced = request.headers.get("content-length")
+        length = min(GATHERED, limit, GATHERED if announced is None else int(announced)) or 1
+        buffer, other = (memoryview(bytearray(length)) for _ in range(2))
         while True:
-            part = await pace.next(anext(stream, None), size)
-            if part is not None:
-                size += len(part)
-                if size > limit:
-                    raise TooLarge(f"more than {limit} bytes")
-                gathered.append(part)
-                waiting += len(part)
-            if gathered and (part is None or waiting >= GATHERED):
+            count = await pace.next(body.into(buffer[filled:]), size)
+            size, filled = size + count, filled + count
+            if size > limit:
+                raise TooLarge(f"more than {limit} bytes")
+            if filled and (not count or filled == len(buffer)):
                 await room(size)
                 if writing is not None:
                     await writing
-                writing = asyncio.ensure_future(run_in_threadpool(put, gathered))
-                gathered, waiting = [], 0
-            if part is None:
+                writing = asyncio.ensure_future(run_in_threadpool(put, buffer[:filled]))
+                buffer, other, filled = other, buffer, 0
+            if not count:
                 break
         if writing is not None:
             await writing
-        announced = request.headers.get("content-length")
         if announced is not None and int(announced) != size:
             raise Unlike(f"{size} bytes where {announced} were announced")
         if digest is not None and hashed.hexdigest() != digest:
             raise Unlike(f"blake3 {hashed.hexdigest()} where {digest} was announced")
+        await run_in_threadpool(out.settle)
         return path, size
     except BaseException:
         if writing is not None:
@@ -130,6 +144,7 @@ async def received(
         os.unlink(path)
         raise
     finally:
+        out.release()
         os.close(fd)
 
 
