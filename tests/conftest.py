@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -58,6 +59,15 @@ def azure_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         pytest.skip("azurite-blob or the package obstore is not installed")
     with store_servers.azure_server(tmp_path_factory.mktemp("azure")) as port:
         yield port
+
+
+@pytest.fixture(scope="session")
+def google() -> Iterator[Any]:
+    """The tests' own server of Google Cloud Storage's XML interface; listings come in pages of 7."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    server = pytest.importorskip("tests.gcs_server", reason="cryptography is not installed")
+    with server.gcs_server(store_servers.BUCKET, page=7) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """Servers that tests of the store start themselves, and a proxy that misbehaves between a client and one of them.
 
 Redis comes from Debian (redis-server, or valkey-server), S3 is moto's server in a process of its own, Azure's blobs are azurite's
-(`npm install -g azurite`). The emulators of Google Cloud Storage (gcp-storage-emulator, fake-gcs-server) know its JSON interface alone, and
-the client speaks the XML one.
+(`npm install -g azurite`). The emulators of Google Cloud Storage know its JSON interface alone, and the client speaks the XML one: the
+server for that is ours, `gcs_server.py`.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""The laws of `Objects`, of every back end: folder, S3, Azure, Redis, a Redis cluster, a service, encrypted ones, local copies."""
+"""The laws of `Objects`, of every back end: folder, S3, Google Cloud Storage, Azure, Redis, its cluster, a service, encryption, copies."""
 
 import hashlib
 import os
@@ -21,6 +21,7 @@ KEY = bytes(range(32))
 BACK_ENDS = (
     "folder",
     "s3",
+    "google",
     "azure",
     "redis",
     "redis-cluster",
@@ -79,6 +80,10 @@ def make(kind: str, fixture: Callable[[str], int], tmp_path: Path, monkeypatch: 
             monkeypatch.setenv(name, value)
         buckets = pytest.importorskip("kvtool.store.buckets")
         return buckets.Buckets(f"s3://{store_servers.BUCKET}/{own}")
+    if kind == "google":
+        for name, value in fixture("google").environment(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        return pytest.importorskip("kvtool.store.buckets").Buckets(f"gs://{store_servers.BUCKET}/{own}")
     if kind == "azure":
         port = fixture("azure_port")
         endpoint = ("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:{port}/{store_servers.AZURE_ACCOUNT}")
@@ -216,7 +221,7 @@ print([i for i in range(6) if objects.write(f"raced/{i}", hashlib.shake_128(int(
 """
 
 
-@pytest.mark.parametrize("kind", ["folder", "s3", "redis", "redis-cluster", "encrypted-folder", "encrypted-s3"])
+@pytest.mark.parametrize("kind", ["folder", "s3", "google", "redis", "redis-cluster", "encrypted-folder", "encrypted-s3"])
 def test_one_of_four_processes_creates(kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = make(kind, request.getfixturevalue, tmp_path, monkeypatch)
     inner = getattr(objects, "inner", objects)

@@ -7,7 +7,8 @@
     PREFIX/unfinished/<id>     big objects on their way
 
 Credentials, region and endpoint come from the environment (AWS_*, GOOGLE_*, AZURE_*) or the machine's role, never from the URL.
-`gs://` goes through the same client and has not met a server: the emulators at hand know another of its interfaces.
+`gs://` goes through the same client, by the XML interface, and has not met Google's own servers: it is tested against one of our own that
+keeps to that interface's reference (`tests/gcs_server.py`). $GOOGLE_BASE_URL names another endpoint than Google's.
 
 A write is one PUT that the server refuses where the name is taken (If-None-Match: *). A file of more than 64 MiB goes up in parts to
 unfinished/<id> and is copied from there to its name, under the same condition. Either is the commit point; the size is compared after it.
@@ -43,6 +44,7 @@ TIMEOUT = 120.0
 RETRIES = 3
 _CONNECT = 5.0
 _PREFIX = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+_REFUSED = re.compile(r"status code: 40[13]\b")
 _SINGLE = 64 << 20
 _PART = 16 << 20
 # What one server-side copy takes on S3 and Azure.
@@ -278,14 +280,16 @@ def _errors(where: str) -> Iterator[None]:
         yield
     except (AlreadyExistsError, FileNotFoundError):
         raise
-    except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
-        raise PermissionError(errno.EACCES, f"access refused ({_short(error)}); credentials come from the environment", where) from error
-    except BaseError as error:
+    except (BaseError, PermissionError) as error:
         text = _short(error)
+        # Of a listing that is refused the client makes an error without a kind.
+        refused = isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError) or _REFUSED.search(str(error))
+        if refused:
+            raise PermissionError(errno.EACCES, f"access refused ({text}); credentials come from the environment", where) from error
         slow = "timed out" in str(error) or "TimedOut" in str(error)
         raise OSError(errno.ETIMEDOUT if slow else errno.EIO, text, where) from error
 
 
 def _short(error: Exception) -> str:
     """The first line of an error, without query strings: signatures stand there."""
-    return re.sub(r"\?\S*", "", (str(error).splitlines() or [""])[0])[:300]
+    return re.sub(r"(?<!<)\?\S*", "", (str(error).splitlines() or [""])[0])[:300]
