@@ -1,27 +1,28 @@
 """mlx-lm's own OpenAI-compatible server over coded caches: what files hold is there from the start, what it caches itself can be codes."""
 
 import copy
+import importlib
 import logging
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mlx_lm import server
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load_config
 
 from formats.errors import IncompatibleError
 from kvtool.archive import Restored
-from kvtool.live import make_cache
 from kvtool.model import LoadedModel
 from kvtool.store.behind import Behind
-from veloxquant_mlx.codecs import CodecPlan
 
+# `mlx_lm.generate` is a function to who imports it from the package.
+generating = importlib.import_module("mlx_lm.generate")
 logger = logging.getLogger(__name__)
 
 
@@ -30,7 +31,7 @@ def serve(
     prompts: Sequence[Restored],
     options: Sequence[str],
     *,
-    codec: str | CodecPlan | None = None,
+    empty: list[Any] | None = None,
     behind: Behind | None = None,
 ) -> None:
     """Run `mlx_lm.server` until it is stopped.
@@ -39,11 +40,11 @@ def serve(
         model: the model to serve, the only one.
         prompts: caches of this model, of which every request takes the longest that its prompt begins with; they are shared, never copied.
         options: of mlx_lm.server, such as ["--port", "8081"]; --model, --kv-bits and --draft-model are not among them.
-        codec: how the caches of other prompts are kept in memory; None: as mlx-lm keeps them.
+        empty: from `kvtool.make_cache`, what the caches of other prompts begin as; None: as mlx-lm keeps them.
         behind: a store that all prompts go to, and come from where memory has less of them.
 
     Raises:
-        IncompatibleError: a prompt without token ids, or a cache of the server's own that the codec cannot be used for.
+        IncompatibleError: a prompt without token ids.
         ValueError: options that do not go with coded caches.
     """
     for refused in ("--model", "--kv-bits", "--adapter-path", "--draft-model"):
@@ -51,9 +52,6 @@ def serve(
             raise ValueError(f"[serve] {refused} is not taken here.")
     if any(restored.tokens is None for restored in prompts):
         raise IncompatibleError("a file without token ids cannot be found by its prompt", hint="export it with --tokens")
-    if codec is not None:
-        empty = make_cache(model, codec)
-        model.model.make_cache = lambda: copy.deepcopy(empty)
     files = [(restored.cache, list((restored.tokens or ())[: restored.usable])) for restored in prompts]
     for _, prefix in files:
         logger.info("%d tokens are in the prompt cache", len(prefix))
@@ -108,15 +106,21 @@ def serve(
                 raise ValueError("the prompt has no tokens")
             return found
 
-    replaced = {"LRUPromptCache": Cache, "ResponseGenerator": Generator, "load": load}
-    with _replaced(server, replaced), _arguments(["mlx_lm.server", "--model", name, *options]), _stoppable():
+    def fresh(one: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return copy.deepcopy(empty) if empty is not None and one is model.model else make_prompt_cache(one, *args, **kwargs)
+
+    # Where the server makes its caches, not in the model: what a probe finds there is what files and stores are compared with.
+    with ExitStack() as stack:
+        replaced = {"LRUPromptCache": Cache, "ResponseGenerator": Generator, "load": load, "make_prompt_cache": fresh}
+        stack.enter_context(_replaced(server, replaced))
+        stack.enter_context(_replaced(generating, {"make_prompt_cache": fresh}))
+        stack.enter_context(_arguments(["mlx_lm.server", "--model", name, *options]))
+        stack.enter_context(_stoppable())
         try:
             server.main()
         finally:
             for generator in running:
                 generator.stop_and_join()
-            if codec is not None:
-                del model.model.make_cache
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -11,14 +11,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlx_lm import server
 
 import kvtool
 from kvtool.capturing import prefill
+from kvtool.model import LoadedModel
+from kvtool.probe import probe_model
 from kvtool.serving import serve
-from kvtool.store.behind import WAITING, Behind
+from kvtool.store.behind import Behind
 from kvtool.store.store import Store
+from veloxquant_mlx.caches.coded import CodedKVCache
 
 PROMPT = "Once upon a time there was a cache. " + "The agents read it again. " * 60
 
@@ -142,8 +147,19 @@ def test_options_that_do_not_go_with_it_are_refused(option: str) -> None:
 
 
 def test_a_codec_that_cannot_grow_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match="cannot encode rows as they come"):
-        serve(kvtool.load_model("tiny-a"), [], [], codec="commvq-2")
+    options = ["--model", "tiny-a", "--codec", "commvq-2"]
+    done = subprocess.run([sys.executable, "-m", "kvtool", "lm-server", *options], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "cannot encode rows as they come" in done.stderr
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    """A probe of it finds the model's own caches while the server makes coded ones: stores and files are compared with those."""
+    model = kvtool.load_model("tiny-a")
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "main", lambda: found.extend((server.make_prompt_cache(model.model), probe_model(model.model))))
+        serve(model, [], [], empty=kvtool.make_cache(model, "rvq-4"))
+    assert {type(one) for one in found[0]} == {CodedKVCache} and {probe.cls for probe in found[1]} == {"KVCache"}
 
 
 # --- with a store
@@ -180,17 +196,90 @@ def test_a_server_that_answered_ends_cleanly(stop: signal.Signals) -> None:
             complete(address, "Hello there")
 
 
-def test_many_caches_at_once_are_passed_over_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["rvq-4", "raw"])
+def test_live_codes_and_a_store(tmp_path: Path, stored: str) -> None:
+    """Both at once, over a restart; rows from the store, and those that join them, are codes in memory."""
+    both = ("--store", str(tmp_path / "store"), "--store-codec", stored, "--codec", "rvq-4")
+    with serving(*both) as address:
+        first = complete(address, PROMPT)
+    with serving(*both) as address:
+        again = complete(address, PROMPT)
+    assert cached(first) == 0 and cached(again) == first["usage"]["prompt_tokens"] - 1
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
     model = kvtool.load_model("tiny-a")
-    behind = Behind(Store(tmp_path / "store"), model)
-    ids = model.tokenizer.encode(PROMPT)
-    cache = prefill(model, ids)
-    for _ in range(WAITING + 3):
-        behind.later(ids, cache)
-    assert behind.passed_over == 3
+    ids = [*model.tokenizer.encode(PROMPT), 5]
+    with Store(tmp_path / "store") as store, Behind(store, model, stored, empty=kvtool.make_cache(model, "rvq-4")) as behind:
+        found = behind.found(ids, 0)
+    assert found is not None and found[1] == len(ids) - 1
+    exact = sum(one.nbytes for one in prefill(model, ids[:-1]))
+    for cache in found[0]:
+        assert isinstance(cache, CodedKVCache) and cache.specs() == {"k=rvq-4,v=rvq-4"} and cache.growth.k.spec("k") == "rvq-4"
+    assert sum(one.nbytes for one in found[0]) < 0.6 * exact
+
+
+class Slow(Store):
+    """A store whose disk takes its time, or stands still."""
+
+    seconds = 0.0
+
+    def put(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().put(*args, **kwargs)
+
+
+def answers(model: LoadedModel, count: int, length: int = 60) -> Iterator[tuple[list[int], list[Any]]]:
+    """Prompts of which none begins another, and their caches."""
+    for i in range(count):
+        ids = [10 + i, *range(5, 4 + length)]
+        yield ids, prefill(model, ids)
+
+
+def test_every_finished_prompt_is_in_the_store_at_the_end(tmp_path: Path) -> None:
+    """More than the room that waiting caches have: a request waits for the disk, and nothing is passed over."""
+    model, store = kvtool.load_model("tiny-a"), Slow(tmp_path / "store", chunk=32)
+    store.seconds = 0.02
+    given = list(answers(model, 12))
+    most = 3 * sum(one.nbytes for one in given[0][1])
+    held = []
+    with Behind(store, model, waiting=most) as behind:
+        for ids, cache in given:
+            behind.found([*ids[:40]], 0)
+            behind.later(ids, cache)
+            held.append(sum(entry.bytes for entry in behind._entries))
+    assert behind.lost == 0 and 0 < max(held) <= most
+    for ids, _ in given:
+        for end in (40, len(ids)):
+            match = store.lookup([*ids[:end], 1], model)
+            assert match is not None and match.usable == end
+
+
+def test_a_cache_that_goes_on_takes_the_place_of_the_one_that_waits(tmp_path: Path) -> None:
+    """A conversation of many turns behind a slow disk holds one cache, and all of its ends are found."""
+    model, ids = kvtool.load_model("tiny-a"), list(range(5, 105))
+    behind = Behind(Store(tmp_path / "store", chunk=32), model)
+    for end in (50, 60, 80, 100):
+        behind.later(ids[:end], prefill(model, ids[:end]))
+    assert [(len(entry.tokens), entry.ends) for entry in behind._entries] == [(100, [50, 60, 80, 100])]
     with behind:
         pass
-    assert behind.store.lookup([*ids, 1], model) is not None
+    for end in (50, 60, 80, 100):
+        match = behind.store.lookup([*ids[:end], 1], model)
+        assert match is not None and match.usable == end
+
+
+def test_a_store_that_stands_still_is_waited_for_once_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, store = kvtool.load_model("tiny-a"), Slow(tmp_path / "store", chunk=32)
+    store.seconds = 2.5
+    given = list(answers(model, 6))
+    start = time.monotonic()
+    with Behind(store, model, waiting=1, patience=0.3, last=0.2) as behind:
+        for ids, cache in given:
+            behind.later(ids, cache)
+        assert 0.3 <= time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 2.5
+    assert behind.lost == 6 and caplog.text.count("is passed over") == 1
+    assert "6 prompts of this run are not in the store, 1 of them" in caplog.text
+    behind._thread.join()
 
 
 def test_a_store_that_fails_does_not_end_a_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,8 +290,9 @@ def test_a_store_that_fails_does_not_end_a_request(tmp_path: Path, caplog: pytes
     store = Store(tmp_path / "store", quota=1000)
     ids = model.tokenizer.encode(PROMPT)
     with Behind(store, model) as behind:
-        behind.later(ids, prefill(model, ids))
-    assert "is not put into the store" in caplog.text and behind.found(ids, 0) is None
+        for first in (1, 2, 3):
+            behind.later([first, *ids], prefill(model, [first, *ids]))
+    assert caplog.text.count("is not put into the store") == 1 and behind.lost == 3 and behind.found(ids, 0) is None
 
 
 def test_a_prompt_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,12 @@ from kvtool.cli._common import adapter_option, calibration_option, dtype_option,
 @click.option(
     "--codec", metavar="SPEC", help="Keep the caches of all other prompts as codes, such as rvq-4; default: as mlx-lm keeps them."
 )
-@click.option("--store", metavar="STORE", help="Put all prompts into this store, and go on from what it holds: restarts forget nothing.")
+@click.option(
+    "--store",
+    metavar="STORE",
+    help="Put all prompts into this store, and go on from what it holds. What waits is written when the server is stopped, for a minute at "
+    "most; killed, it forgets what waited.",
+)
 @quota_option
 @click.option("--store-codec", default="rvq-4", show_default=True, metavar="SPEC", help="Of what is put into the store.")
 @calibration_option
@@ -49,6 +54,7 @@ def command(
       kvtool lm-server --model M --cache manual.kv --codec rvq-4 --port 8081
       kvtool lm-server --model M --store prompts --quota 20GB --port 8081
     """
+    from kvtool.live import make_cache
     from kvtool.loading import load
     from kvtool.model import load_model
     from kvtool.serving import serve
@@ -60,16 +66,17 @@ def command(
         note(f"{path}: {restored.usable} tokens, {sum(c.nbytes for c in restored.cache):,} bytes")
         for remark in restored.notes:
             note(remark)
+    empty = None if codec is None else make_cache(model, codec)
     if store is None:
-        serve(model, prompts, options, codec=codec)
+        serve(model, prompts, options, empty=empty)
     else:
         with opened(store, quota) as place:
             try:
                 place.known.spaces()  # another key than the store's, or none, is no reason to begin
             except OSError as error:
                 note(f"nothing comes from the store for now: {error}")
-            with Behind(place, model, store_codec, calibration) as behind:
-                serve(model, prompts, options, codec=codec, behind=behind)
+            with Behind(place, model, store_codec, calibration, empty=empty) as behind:
+                serve(model, prompts, options, empty=empty, behind=behind)
     # A joined thread that ran the model still frees what MLX compiled in it, and asks the interpreter for its lock: where that is ending
     # by then, the process aborts. All is written and closed here, so the interpreter need not end.
     sys.stdout.flush()
