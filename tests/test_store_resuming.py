@@ -9,6 +9,7 @@ import pytest
 
 import kvtool
 from formats.container import open_container
+from kvtool.store.finding import matches
 from kvtool.store.resuming import Resumed, resume
 from kvtool.store.store import Store
 from tests.library import f64, ids, renamed, tiny, twin
@@ -148,11 +149,43 @@ def test_what_is_damaged_is_run_and_put_anew_at_once(tmp_path: Path, family: str
     path.write_bytes(data)
     resumed = resume(store, tokens, model)
     assert resumed.usable == damaged * CHUNK and resumed.usable + resumed.ran == 3 * CHUNK - 1
-    assert resumed.put is not None and resumed.put.new and sum("damaged" in note for note in resumed.notes) == (damaged > 0)
+    assert resumed.put is not None and resumed.put.new and sum("damaged" in note for note in resumed.notes) == 1
     want = f64(model.model(mx.array([tokens]))[:, -1])
     assert np.abs(next_logits(resumed, model) - want).max() < 0.3 * np.abs(want).max()
     assert not store.check().problems and resume(store, tokens, model).ran == 0
     assert family != "qwen3" or resumed.put.codec == made.codec
+
+
+def test_a_prompt_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there is nothing of it, a beginning, all of it; what is gone when it is opened is looked up again."""
+    model, store, tokens = tiny("qwen3"), store_at(tmp_path), ids(4 * CHUNK)
+    asked: list[int] = []
+
+    def counted(objects: Any, known: Any, ids: list[int], *more: Any, **only: Any) -> Any:
+        asked.append(len(ids))
+        return matches(objects, known, ids, *more, **only)
+
+    monkeypatch.setattr("kvtool.store.store.matches", counted)
+    for count, usable in ((2 * CHUNK + 10, 0), (4 * CHUNK, 2 * CHUNK), (4 * CHUNK, 4 * CHUNK - 1), (3 * CHUNK, 3 * CHUNK - 1)):
+        asked.clear()
+        assert resume(store, tokens[:count], model, codec=LOSSY).usable == usable
+        assert asked == [count]
+    assert [store.counts[name] for name in ("hits", "misses")] == [3, 1]
+    # A chunk goes between the lookup and its opening.
+    last = store.lookup(tokens, model, ends=False)
+    assert last is not None and len(last.nodes) == 3
+
+    def goes(*arguments: Any, **only: Any) -> Any:
+        found = counted(*arguments, **only)
+        store.objects.remove(last.nodes[1].name)
+        return found
+
+    monkeypatch.setattr("kvtool.store.store.matches", goes)
+    asked.clear()
+    resumed = resume(store, [*tokens[: 3 * CHUNK + 5], 1, 2], model, codec=LOSSY)
+    assert resumed.usable == CHUNK and len(asked) == 2
+    want = f64(model.model(mx.array([[*tokens[: 3 * CHUNK + 5], 1, 2]]))[:, -1])
+    assert np.abs(next_logits(resumed, model) - want).max() < 0.3 * np.abs(want).max()
 
 
 def test_chunks_of_another_size_are_gone_on_from(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvtool.archive import Restored
 from kvtool.calibrations import Calibration, is_calibrated, resolve
 from kvtool.capturing import PREFILL_STEP, Snapshot, capture, check_ids, prefill, token_ids
 from kvtool.encoding import codec_plan
@@ -88,38 +89,46 @@ def resume(
     begin, last = ids[:-1], ids[-1]
     plan, tables = (None, None) if codec is None else (codec_plan(codec), resolve(calibration, model.info.weights))
     notes: tuple[str, ...] = ()
-    match, target, held = None, None, None
-    looked_at = False
+    found: list[Match] = []
+    target, held, looked_at = None, None, False
     try:
         chosen = None if plan is None else _Target.of(store, model, plan, tables)
-        match = store.lookup(ids, model, space=None if chosen is None else chosen.space.key)
+        found = store.matches(ids, model, space=None if chosen is None else chosen.space.key)
+        match = next(iter(found), None)
+        found = [one for one in found if match is not None and one.space.key == match.space.key]
         if looked_at := bool(begin) and match is not None and match.usable == len(begin):
             assert match is not None
             # Only reading tells whether it is all sound: where it is not, the rest is run and put as if it had not been found.
-            held = store.load(ids, model, decode=decode, space=match.space.key)
+            held, notes = store.restored(ids, model, found=found, decode=decode, space=match.space.key)
         if not begin or (held is not None and held.usable == len(begin)):
             put = False
         target = _continuing(store, match, model, chosen) if put else None
         if target is None and put and looked_at and held is None:
             target = _continuing(store, None, model, chosen)
         if put and target is None:
-            notes = (
-                "what was run is not put into the store: it would go on from what is turned for this model, or from codes in one piece",
-            )
+            why = "it would go on from what is turned for this model, or from codes in one piece"
+            notes = (f"what was run is not put into the store: {why}", *notes)
     except PermissionError:
         raise
     except OSError as error:
         # A service makes the names of what it holds: where it does not answer there is nothing to look for, and no name to put under.
-        notes = (f"the store is out of reach, and what was run is not in it: {error}",)
-    if target is None or target.whole:
-        restored = held if looked_at or match is None else store.load(ids, model, decode=decode, space=match.space.key)
-    else:
+        notes = (f"the store is out of reach, and what was run is not in it: {error}", *notes)
+    restored: Restored | None = held
+    met: tuple[str, ...] = ()
+    if target is not None and not target.whole:
         # Whole chunks up to where the end of the prompt will begin: from there on all rows are exact ones.
         first = max(len(begin) - target.plan.recent, 0) // target.space.chunk * target.space.chunk
-        restored = store.load(ids[: first + 1], model, decode=decode, ends=False, space=target.space.key) if first else None
+        restored = None
+        if first:
+            # What was loaded and not sound is another now.
+            chunks = None if looked_at else [cut for one in found if (cut := _chunks(one, first)) is not None]
+            key = target.space.key
+            restored, met = store.restored(ids[: first + 1], model, found=chunks, ends=False, space=key, decode=decode)
+    elif found and not looked_at:
+        restored, met = store.restored(ids, model, found=found, decode=decode, space=found[0].space.key)
     usable = 0 if restored is None else restored.usable
-    found = (note for loaded in (held, restored) if loaded is not None for note in loaded.notes)
-    notes = tuple(dict.fromkeys((*notes, *found)))
+    said = (note for loaded in (held, restored) if loaded is not None for note in loaded.notes)
+    notes = tuple(dict.fromkeys((*notes, *met, *said)))
     how: dict[str, Any] = (
         {} if target is None else {"codec": target.plan, "calibration": target.calibration, "model": model, "chunk": target.space.chunk}
     )
@@ -192,6 +201,12 @@ def _continuing(store: Store, match: Match | None, model: LoadedModel, chosen: _
         if target.space.key == match.space.key and target.goes_on():
             return target
     return None
+
+
+def _chunks(match: Match, most: int) -> Match | None:
+    """A match's whole chunks within the first `most` tokens; None where it has none, or is one to the end of a prompt."""
+    nodes = () if match.nodes[-1].tail else tuple(node for node in match.nodes if node.stop <= most)
+    return replace(match, nodes=nodes, usable=nodes[-1].stop) if nodes else None
 
 
 def _run(model: LoadedModel, cache: list[Any], tokens: Sequence[int], progress: Callable[[int, int], None] | None) -> None:

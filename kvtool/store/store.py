@@ -179,8 +179,11 @@ class Store:
             ends: also look for prompts that end within these tokens; without, whole chunks alone count.
             space: key of the one space to look in.
         """
-        ids = _checked(tokens)
-        return next(iter(self._matches(ids, model, ends, only=space)), None)
+        return next(iter(self.matches(tokens, model, ends=ends, space=space)), None)
+
+    def matches(self, tokens: Sequence[int], model: LoadedModel, *, ends: bool = True, space: str | None = None) -> list[Match]:
+        """All that `lookup` chooses from, the longest first."""
+        return self._matches(_checked(tokens), model, ends, only=space)
 
     def _matches(self, ids: Sequence[int], model: LoadedModel, ends: bool, *more: Any, **only: Any) -> list[Match]:
         """What fits; nothing, with a logged warning, where the back end does not answer: a prefill takes longer than it, but works."""
@@ -218,13 +221,36 @@ class Store:
         Raises:
             ValueError: ids that no model has.
         """
+        how: dict[str, Any] = {"decode": decode, "mapped": mapped, "progress": progress}
+        return self.restored(tokens, model, ends=ends, space=space, beyond=beyond, **how)[0]
+
+    def restored(
+        self,
+        tokens: Sequence[int],
+        model: LoadedModel,
+        *,
+        found: Sequence[Match] | None = None,
+        ends: bool = True,
+        space: str | None = None,
+        beyond: int = 0,
+        decode: bool = False,
+        mapped: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> tuple[Restored | None, tuple[str, ...]]:
+        """What `load` gives, and what it met of objects that are damaged or cannot be read, also where nothing else is there.
+
+        Args:
+            found: what `matches` gave for these tokens, where it was asked already; what has gone since is looked up again.
+            tokens, model, ends, space, beyond, decode, mapped, progress: as in `load`.
+        """
         ids = _checked(tokens)
         avoid: frozenset[str] = frozenset()
         notes: list[str] = []
         gone = 0
-        while found := self._matches(ids, model, ends, avoid, space):
+        found = self._matches(ids, model, ends, avoid, space) if found is None else found
+        while found:
             if found[0].usable <= beyond:
-                return None
+                return None, tuple(notes)
             try:
                 restored = alive(self.objects, self.known, found[0], ids, model, decode=decode, mapped=mapped, progress=progress)
             except Lost as lost:
@@ -239,6 +265,7 @@ class Store:
                 if lost.damaged and not again:
                     self.counts["broken"] += 1
                     self.objects.remove(lost.name)
+                found = self._matches(ids, model, ends, avoid, space)
                 continue
             self.counts["hits"] += 1
             self.counts["tokens"] += restored.usable
@@ -247,9 +274,9 @@ class Store:
                 self.objects.touch(*(node.name for node in found[0].nodes))
             except OSError as error:
                 logger.warning("not marked as used: %s", error)
-            return restored
+            return restored, tuple(notes)
         self.counts["misses"] += 1
-        return None
+        return None, tuple(notes)
 
     def get(self, tokens: Sequence[int], model: LoadedModel, path: str | os.PathLike[str], *, ends: bool = True) -> Match | None:
         """Write the longest beginning of these tokens that is here as one file, its codes as they are; None where there is none.
