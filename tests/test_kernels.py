@@ -98,6 +98,9 @@ def test_definition(case: Case) -> None:
     ran[case.function, "definition"] += 1
 
 
+COPIES = ("crosskv_rope_recode-one pair, one row", "crosskv_rope_recode-equal thetas")
+
+
 @pytest.mark.skipif(not native.built(), reason="the native back end was not built")
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize("case", [case for case in CASES if case.function in metal.NATIVE], ids=lambda c: c.id)
@@ -110,8 +113,8 @@ def test_native(case: Case, level: str) -> None:
             assert check(case) is None
             calls = native.calls()
             results = call(case, arguments)
-            # What has no entry is computed by nothing.
-            assert native.calls() > calls or not any(x.size for x in results)
+            # What has no entry is computed by nothing, and keys that no rotation changes are a copy.
+            assert native.calls() > calls or not any(x.size for x in results) or case.id in COPIES
     finally:
         native.set_level(before)
     ran[case.function, "native"] += 1
@@ -153,16 +156,16 @@ def held_by_bfloat16(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("function", metal.NATIVE_ATTENDS)
 def test_most_attends_are_native(function: str) -> None:
-    """Of the cases that bfloat16 holds the scales of, and that have no option without a reader."""
+    """But for operands that are not finite."""
     if not native.built():
         pytest.skip("the native back end was not built")
     cases, read = [case for case in CASES if case.function == function], 0
     for case in cases:
         calls = native.calls()
         with mx.stream(mx.cpu):
-            call(case, held_by_bfloat16(case.arguments()))
+            call(case, case.arguments())
         read += native.calls() > calls
-    assert read >= len(cases) // 2, f"{read} of {len(cases)}"
+    assert read >= 0.7 * len(cases), f"{read} of {len(cases)}"
 
 
 def test_native_is_switched_off() -> None:

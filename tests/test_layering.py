@@ -17,7 +17,7 @@ ALLOWED = {
     "veloxquant_mlx.metal": {"mlx", "numpy", "veloxquant_mlx.native", "veloxquant_mlx.allocators", "veloxquant_mlx.transfer.rope"},
     # The patch of mlx-lm's attention is part of the kernels' specification.
     "veloxquant_mlx.metal.fused_sdpa": {"mlx", "mlx_lm", "numpy", "veloxquant_mlx.metal", "veloxquant_mlx.allocators"},
-    "veloxquant_mlx.native": {"mlx", "numpy"},
+    "veloxquant_mlx.native": {"mlx", "numpy", "formats"},
     "veloxquant_mlx.codecs": {
         "mlx",
         "constriction",

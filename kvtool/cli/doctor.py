@@ -70,18 +70,24 @@ def examine() -> dict[str, Any]:
     from kvtool.model import default_dtype
     from veloxquant_mlx import metal, native
     from veloxquant_mlx.codecs import CODECS
+    from veloxquant_mlx.native import stamp
 
     report["dtype"] = default_dtype() or report["dtype"]
+    sound = native.built() and not native.stale()
+    available = sound and native.available()
     report["native"] = {
         "built": native.built(),
-        "in_use": native.available() and mx.default_device() == mx.cpu,
-        "level": native.level() if native.built() else None,
+        "stale": native.stale() or None,
+        "in_use": available and mx.default_device() == mx.cpu,
+        "level": native.level() if sound else None,
         "levels": native.levels(),
-        "threads": native.threads() if native.built() else None,
-        "codecs": [codec.id for codec in CODECS.values() if codec.read_natively] if native.built() else [],
-        "functions": list(metal.NATIVE) if native.built() else [],
-        "attends": list(metal.NATIVE_ATTENDS) if native.built() else [],
+        "threads": native.threads() if sound else None,
+        "codecs": [codec.id for codec in CODECS.values() if codec.read_natively] if sound else [],
+        "functions": list(metal.NATIVE) if sound else [],
+        "attends": list(metal.NATIVE_ATTENDS) if sound else [],
     }
+    if native.stale():
+        report["advice"].append(f"{native.stale()}: {stamp.REBUILD}")
     # It attends on a CPU alone: a GPU's user misses nothing without it.
     if not native.built() and mx.default_device() == mx.cpu:
         report["advice"].append(NOT_BUILT)
@@ -90,7 +96,7 @@ def examine() -> dict[str, Any]:
     elif mx.cuda.is_available():
         report["backend"] = "CUDA"
     else:
-        report["backend"] = f"CPU ({'native attention' if native.available() else 'pure MLX'})"
+        report["backend"] = f"CPU ({'native attention' if available else 'pure MLX'})"
         report["blas"] = loaded_openblas() or "MLX's reference BLAS"
         if loaded_openblas() is None:
             found = find_openblas()
@@ -107,10 +113,12 @@ def _native_line(native: dict[str, Any] | None) -> str:
         return "unknown without MLX"
     if not native["built"]:
         return "not built"
+    if native["stale"]:
+        return "built from other sources, not in use"
     found = (
         f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}; codes and reads {', '.join(native['codecs'])}; "
     )
-    found += f"kernel functions {', '.join(native['functions'])}; where bfloat16 holds all scales {', '.join(native['attends'])}"
+    found += f"kernel functions {', '.join(native['functions'])}; but for operands that are not finite {', '.join(native['attends'])}"
     return found if native["in_use"] else f"built, not in use ({found})"
 
 

@@ -107,9 +107,9 @@ Rows rows_of(Input& in) {
     stage.head = bytes / rows.heads, stage.row = stage.head / rows.count;
     stage.table = in.array<float>();
   }
-  rows.scale = in.array<uint16_t>(), rows.mean = in.array<float>();
+  rows.scale = {in.array<uint16_t>(), false}, rows.mean = in.array<float>();
   rows.group = int(in.number()), rows.by_token = in.number() != 0;
-  rows.step = in.array<uint16_t>(), rows.zero = in.array<uint16_t>();
+  rows.step = {in.array<uint16_t>(), false}, rows.zero = {in.array<uint16_t>(), false};
   rows.odd = int(in.number());
   rows.signs = in.array<float>(), rows.hartley = in.array<float>();
   const float* smooth = in.array<float>();

@@ -41,19 +41,37 @@ FUNCTIONS = {
 
 # Those that the C++ extension has; on a CPU the others are MLX's operations.
 NATIVE = (
+    "vecinfer_quantize_metal",
+    "vecinfer_dequant_metal",
+    "vecinfer_encode_decode_metal",
+    "vecinfer_encode_decode_simple_metal",
+    "rabitq_hamming_score",
     "rabitq_pack_values",
+    "rabitq_encode",
+    "kivi_group_quant_dequant",
+    "comm_vq_decode_metal",
+    "crosskv_rope_recode",
     "turboquant_scalar_quantize",
     "turboquant_scalar_dequantize",
     "turboquant_hadamard_quantize",
+    "rvq_quant_pack",
+    "h2o_fused_evict",
+    "keyformer_fused_evict",
+    "qfilters_score",
+    "qfilters_fused_evict",
     "turboquant_bit_pack",
     "turboquant_bit_unpack",
+    "qjl_encode",
+    "qjl_inner_product",
 )
-# Those that it has a reader of where bfloat16 holds all scales (`_native_attend`).
+# Those that it takes but for operands that are not finite (`_native_attend`).
 NATIVE_ATTENDS = (
     "rabitq_fused_attend",
     "rabitq_prefill_attend",
     "scalar_fused_decode_attend",
     "turboquant_fused_rvq_decode_attend",
+    "flash_prefill_attend",
+    "streaming_prefill_attend",
     "metal_fused_sdpa",
 )
 

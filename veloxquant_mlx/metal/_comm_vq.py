@@ -10,11 +10,14 @@ of the vector comes from codebook j. CommVQ's own codebook is additive and commu
 import math
 
 import mlx.core as mx
+import numpy as np
 
+from veloxquant_mlx import native
 from veloxquant_mlx.allocators.vecinfer import clamped_indices
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import converting, kernels
 
 MAX_VALUES = (1 << 31) - 1024  # a grid and the sizes in `dims` are int32
 MAX_CODES = 1 << 16
@@ -70,6 +73,8 @@ def comm_vq_decode_metal(
     require(max(rows * size, codebook.size) <= MAX_VALUES, name, "the result", f"at most {MAX_VALUES} values", rows * size)
     if rows == 0:
         return mx.zeros((0, size), dtype=mx.float16)
+    if natively() and size <= native.max_dim():
+        return _turned(indices, codebook, positions, inv_freq)
     if backend() == "cpu":
         return _ops(indices, codebook, positions, inv_freq)
     (out,) = _DECODE(
@@ -81,6 +86,15 @@ def comm_vq_decode_metal(
         output_dtypes=[mx.float16],
     )
     return out
+
+
+def _turned(indices: mx.array, codebook: mx.array, positions: mx.array, inv_freq: mx.array) -> mx.array:
+    n_cb, count, sub_dim = codebook.shape
+    # One table after another: each part's indices begin where its own does.
+    places = clamped_indices(indices, count) + mx.arange(n_cb, dtype=mx.uint32) * count
+    rows = kernels.gather(places, codebook.astype(mx.float32).reshape(-1, sub_dim))
+    phases = converting.phases(np.array(positions, np.int64), np.array(inv_freq, np.float64))
+    return converting.turned(rows[None], 0, rows.shape[1], (False, False), phases=(phases,))[0].astype(mx.float16)
 
 
 def _ops(indices: mx.array, codebook: mx.array, positions: mx.array, inv_freq: mx.array) -> mx.array:

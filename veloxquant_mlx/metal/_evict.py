@@ -6,8 +6,10 @@ from typing import Any
 import mlx.core as mx
 
 from veloxquant_mlx.allocators.eviction import lowest_row, renumbered, selection, shift_table, without_row
+from veloxquant_mlx.metal._backend import natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, message, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import kernels
 
 LOWEST = Kernel(
     name="evict_lowest",
@@ -80,6 +82,13 @@ def evict_ops(
     """The definition: (keys, values, *floats, positions), each without the row whose floats[0] + tau * floats[1] is lowest."""
     ranked = selection(floats[0], floats[1] if len(floats) > 1 else None, tau)
     gone = lowest_row(ranked, n_sink, keys.shape[1] - recent)
+    if natively() and 0 not in (keys.size, values.size):
+        kept = [kernels.without_row(array, gone) for array in (values, *floats)]
+        if not renumber:
+            return kernels.without_row(keys, gone), *kept, kernels.without_row(positions, gone)
+        left = kernels.without_row(positions, gone)
+        moved = left > mx.take_along_axis(positions, gone[:, None], axis=1)
+        return kernels.turned_back(keys, positions, gone, shift_table(keys.shape[2], rope_base)), *kept, left - moved.astype(mx.int32)
     kept = [without_row(array, gone) for array in (values, *floats)]
     if renumber:
         keys, positions = renumbered(keys, positions, gone, rope_base)

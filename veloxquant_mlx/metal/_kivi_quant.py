@@ -10,9 +10,10 @@ import math
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, message, require
 from veloxquant_mlx.metal._kernel import Kernel, Template, dims
+from veloxquant_mlx.native import kernels
 
 MAX_LEVELS = (1 << 24) - 1  # codes are float32 integers while they are in flight
 SMALLEST_EPS = 2.0**-126  # the smallest normal float32: a smaller floor may be flushed to zero
@@ -109,6 +110,8 @@ def kivi_group_quant_dequant(x: mx.array, axis: int, group_size: int, levels: in
     if x.size == 0:
         return x
     group_size = min(group_size, x.shape[axis])
+    if natively():
+        return kernels.round_trip(x, axis, group_size, levels, eps)
     if backend() == "cpu":
         return _ops(x, axis, group_size, levels, eps)
     params = mx.array([levels, eps], dtype=mx.float32)

@@ -9,8 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal import _attend
+from veloxquant_mlx.metal import _attend, _native_attend
 from veloxquant_mlx.metal._attend import Extras, Options
+from veloxquant_mlx.metal._backend import natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, require
 from veloxquant_mlx.metal._kernel import Kernel, Template, dims
 from veloxquant_mlx.metal._prefill_tiles import THREADS as TILED_THREADS
@@ -62,7 +63,12 @@ def check_causal(function: str, q: mx.array, kv_heads: int, length: int, extras:
 
 
 def plain_ops(q: mx.array, k: mx.array, v: mx.array, scale: mx.array, options: Options) -> mx.array | tuple[mx.array, mx.array]:
-    """The definition over keys and values as they are."""
+    """The definition over keys and values as they are, by the extension where it is in use."""
+    if natively():
+        rows = [_native_attend.Rows((), None, factor, plain=x) for x, factor in ((k, options.k_norm), (v, options.v_scale))]
+        found = _native_attend.attend(q.astype(mx.float32) * scale, rows[0], rows[1], options)
+        if found is not None:
+            return found
     s = _attend.products(q, k.astype(mx.float32), options) * scale
     if options.k_norm is not None:
         s = s * options.k_norm.astype(mx.float32)[:, :, None, None]

@@ -12,10 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_choice, check_int, require
 from veloxquant_mlx.metal._evict import THREADS
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import kernels
 
 QFILTERS_MAX_BUDGET = 4096
 
@@ -143,7 +144,10 @@ def _check_score(function: str, name: str, keys: Any, filter_dir: Any, n_sink: A
 
 
 def _score_ops(keys: mx.array, filter_dir: mx.array, n_sink: int, recent: int, sign: int) -> mx.array:
-    scores = sign * (keys.astype(mx.float32) * filter_dir[:, None]).sum(axis=-1)
+    if natively() and keys.size > 0:
+        scores = kernels.project(keys, filter_dir, sign)
+    else:
+        scores = sign * (keys.astype(mx.float32) * filter_dir[:, None]).sum(axis=-1)
     rows = mx.arange(keys.shape[1])
     return mx.where((rows < n_sink) | (rows >= keys.shape[1] - recent), math.inf, scores)
 

@@ -9,9 +9,10 @@ import math
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_choice, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import kernels
 
 ROWS = 4  # rows of a SIMD-group, as in src/qjl
 GROUPS = 8  # SIMD-groups of a threadgroup
@@ -82,6 +83,9 @@ def qjl_inner_product(q_proj: mx.array, packed_signs: mx.array, norms: mx.array,
     slots = packed_signs.shape[0]
     check_array(name, "norms", norms, (slots, heads), FLOATS)
     check_choice(name, "out_dtype", out_dtype, FLOATS)
+    if natively() and heads * slots > 0:
+        factor = math.sqrt(math.pi / 2) / projections
+        return kernels.sign_scores(q_proj.astype(mx.float32), packed_signs, norms.astype(mx.float32), factor).astype(out_dtype)
     if backend() == "cpu" or heads * slots == 0:
         return _inner_product_ops(q_proj, packed_signs, norms, out_dtype)
     return _inner_product(
@@ -96,9 +100,13 @@ def qjl_inner_product(q_proj: mx.array, packed_signs: mx.array, norms: mx.array,
 
 def _encode_ops(x: mx.array, S: mx.array, norm_dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     x = x.astype(mx.float32)
-    bits = (x @ S.astype(mx.float32).T >= 0).reshape(x.shape[0], S.shape[0] // 8, 8)
+    norms = mx.sqrt(mx.square(x).sum(axis=-1)).astype(norm_dtype)
+    projected = x @ S.astype(mx.float32).T
+    if natively() and x.shape[0] > 0:
+        return kernels.pack_signs(projected), norms
+    bits = (projected >= 0).reshape(x.shape[0], S.shape[0] // 8, 8)
     weights = mx.array([1, 2, 4, 8, 16, 32, 64, 128], dtype=mx.uint8)
-    return (bits * weights).sum(axis=-1).astype(mx.uint8), mx.sqrt(mx.square(x).sum(axis=-1)).astype(norm_dtype)
+    return (bits * weights).sum(axis=-1).astype(mx.uint8), norms
 
 
 def _inner_product_ops(q_proj: mx.array, packed_signs: mx.array, norms: mx.array, out_dtype: mx.Dtype) -> mx.array:

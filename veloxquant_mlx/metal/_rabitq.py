@@ -5,9 +5,10 @@ score_i = popcount(query XOR bits_i) * scale + Cx_i
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import check_array, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import kernels
 
 THREADS = 256
 
@@ -37,6 +38,8 @@ def rabitq_hamming_score(qbits: mx.array, bits: mx.array, Cx: mx.array, scale: m
     rows, width = bits.shape
     check_array(name, "Cx", Cx, (rows,), (mx.float32,))
     check_array(name, "scale", scale, (1,), (mx.float32,))
+    if natively() and rows > 0:
+        return kernels.hamming(qbits, bits, Cx, scale.item())
     if backend() == "cpu" or rows == 0:
         return _ops(qbits, bits, Cx, scale)
     return _kernel(

@@ -7,9 +7,10 @@ RaBitQ (Gao and Long, SIGMOD 2024) with the L1 magnitude: mag (2 bit - 1) is the
 
 import mlx.core as mx
 
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, power_of_two, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import kernels
 
 MAX_D = 1024
 THREADS = 128  # of a threadgroup: four SIMD-groups, each with its own rows
@@ -94,6 +95,8 @@ def rabitq_encode(keys: mx.array, diag: mx.array) -> tuple[mx.array, mx.array]:
     check_array(name, "diag", diag, (width,), FLOATS)
     if rows == 0:
         return mx.zeros((0, width // 8), mx.uint8), mx.zeros((0,), mx.float32)
+    if natively():
+        return kernels.encode_signs(keys, diag.astype(mx.float32))
     if backend() == "cpu":
         return _ops(keys, diag)
     rows_of_warp = max(1, 1024 // width) if backend() == "cuda" else max(1, 32 // width)

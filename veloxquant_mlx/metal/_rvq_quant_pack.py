@@ -8,9 +8,10 @@ Code i of a row stands at bits (i % per) * bits of word i // per, per = 32 // bi
 import mlx.core as mx
 
 from veloxquant_mlx.allocators.scalar_codebook import _pack_indices, count_below, words_per_row
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, check_array, check_int, power_of_two, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import kernels
 
 THREADS = 256
 CUDA_WORDS = {1: 1, 2: 2, 3: 2, 4: 4}  # of each stage in a thread, by bits: 64 bytes of float16, or nearly
@@ -48,12 +49,15 @@ def rvq_quant_pack(
     check_array(name, "centroids1", centroids1, (2**bits,), FLOATS)
     check_array(name, "boundaries1", boundaries1, (2**bits - 1,), FLOATS)
     check_array(name, "boundaries2", boundaries2, (2**bits - 1,), FLOATS)
+    tables = tuple(table.astype(mx.float32) for table in (centroids1, boundaries1, boundaries2))
+    if natively() and rows > 0:
+        return kernels.encode_two_stages(rotated, *tables, bits, mx.result_type(rotated, centroids1))
     if backend() == "cpu" or rows == 0:
         return _ops(rotated, centroids1, boundaries1, boundaries2, bits)
     words = words_per_row(dim, bits)
     per_thread = CUDA_WORDS[bits] if backend() == "cuda" else 1
     packed1, packed2 = _kernel(
-        (rotated, *(table.astype(mx.float32) for table in (centroids1, boundaries1, boundaries2)), dims(rows, dim)),
+        (rotated, *tables, dims(rows, dim)),
         template=(("T", rotated.dtype), ("R", mx.result_type(rotated, centroids1)), ("BITS", bits)),
         grid=(-(-rows * words // (THREADS * per_thread)) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),

@@ -10,17 +10,21 @@ fit queries from `apply_dual_transform_queries` for a Hadamard matrix that is no
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from veloxquant_mlx.allocators.vecinfer import clamped_indices, dequantize_vq, effective_smooth, quantize_vq
-from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, INTEGERS, check_array, check_int, message, require
 from veloxquant_mlx.metal._kernel import Kernel, dims
+from veloxquant_mlx.native import kernels, searching
 
 MAX_SUB_DIM = 256  # a thread holds one sub-vector
 MAX_HEAD = 512  # two times ROWS rows in threadgroup memory: 16 KiB
 MAX_VALUES = (1 << 31) - 1024  # a grid and the sizes in `dims` are int32
 THREADS = 256
 ROWS = 4  # keys per threadgroup, which share the reads of H
+MAX_SEARCHED = 256  # codewords of the extension's search
+WORDS = (mx.uint8, mx.uint16, mx.uint32)  # indices that it gathers by
 WIDE_INDICES = (mx.uint8, mx.uint16, mx.int32, mx.uint32)  # those that the gather kernel reads as they are
 
 _QUANTIZE = Kernel(
@@ -89,7 +93,7 @@ def vecinfer_quantize_metal(x: mx.array, codebook: mx.array, sub_dim: int) -> mx
     """
     sub_dim = _check_vectors("vecinfer_quantize_metal", "x", x, "codebook", codebook, sub_dim)
     if backend() == "cpu" or x.size == 0:
-        return quantize_vq(x, codebook, sub_dim)
+        return _quantised(x, codebook, sub_dim)
     shape = (*x.shape[:-1], x.shape[-1] // sub_dim)
     (indices,) = _QUANTIZE(
         [x, codebook, dims(x.size // sub_dim, codebook.shape[0])],
@@ -130,7 +134,7 @@ def vecinfer_dequant_metal(indices: mx.array, codebook: mx.array, out_dtype: mx.
     size = indices.size * codebook.shape[1]
     require(size <= MAX_VALUES, name, "the result", f"at most {MAX_VALUES} values", size)
     if backend() == "cpu" or size == 0:
-        return dequantize_vq(indices, codebook).astype(out_dtype)
+        return _codewords(indices, codebook.astype(out_dtype))
     if indices.dtype not in WIDE_INDICES:
         indices = clamped_indices(indices, codebook.shape[0])
     (out,) = _DEQUANTIZE(
@@ -195,13 +199,33 @@ def vecinfer_encode_decode_metal(
     return k_hat, indices
 
 
+def _quantised(x: mx.array, codebook: mx.array, sub_dim: int) -> mx.array:
+    """`quantize_vq`, by the extension where it has a search: up to 256 codewords."""
+    if not natively() or not searching.takes(x) or codebook.shape[0] > MAX_SEARCHED:
+        return quantize_vq(x, codebook, sub_dim)
+    vectors = x.astype(mx.float32).reshape(1, -1, 1, sub_dim)
+    codes = searching.codes(vectors, np.array(codebook.astype(mx.float32)))
+    return codes.astype(mx.int32).reshape(*x.shape[:-1], x.shape[-1] // sub_dim)
+
+
+def _codewords(indices: mx.array, codebook: mx.array) -> mx.array:
+    """`dequantize_vq`, by the extension where it is in use."""
+    if not natively() or indices.size == 0:
+        return dequantize_vq(indices, codebook)
+    if indices.dtype == mx.int32:
+        indices = indices.view(mx.uint32)  # a negative one is beyond the table
+    if indices.dtype not in WORDS:
+        indices = clamped_indices(indices, codebook.shape[0])
+    return kernels.gather(indices, codebook)
+
+
 def _encode_decode_ops(
     keys: mx.array, codebook: mx.array, sub_dim: int, rotation: mx.array, factors: mx.array
 ) -> tuple[mx.array, mx.array]:
     """`factors` (1 or H, D), effective."""
     scale = factors[:, None, :]
-    indices = quantize_vq((keys.astype(mx.float32) / scale) @ rotation, codebook, sub_dim)
-    decoded = dequantize_vq(indices, codebook).astype(mx.float32) @ rotation.T
+    indices = _quantised((keys.astype(mx.float32) / scale) @ rotation, codebook, sub_dim)
+    decoded = _codewords(indices, codebook.astype(mx.float32)) @ rotation.T
     return (decoded * scale).astype(mx.float16), indices
 
 
@@ -224,8 +248,8 @@ def vecinfer_encode_decode_simple_metal(values: mx.array, v_codebook: mx.array, 
     """
     sub_dim = _check_vectors("vecinfer_encode_decode_simple_metal", "values", values, "v_codebook", v_codebook, sub_dim)
     if backend() == "cpu" or values.size == 0:
-        indices = quantize_vq(values, v_codebook, sub_dim)
-        return dequantize_vq(indices, v_codebook).astype(mx.float16), indices
+        indices = _quantised(values, v_codebook, sub_dim)
+        return _codewords(indices, v_codebook.astype(mx.float16)), indices
     v_hat, indices = _ENCODE_DECODE_VALUES(
         [values, v_codebook, dims(values.size // sub_dim, v_codebook.shape[0])],
         template=[("SUB_DIM", sub_dim)],

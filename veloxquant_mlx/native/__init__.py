@@ -17,12 +17,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from formats.errors import BackendError
+from veloxquant_mlx.native import stamp
 from veloxquant_mlx.native.mapped import Mapped
 
 _BUILT = importlib.util.find_spec("veloxquant_mlx.native._native") is not None
 if _BUILT:
     from veloxquant_mlx.native import _native
 
+_stale = stamp.stale(_native, Path(__file__).parent / "src") if _BUILT else ""
 _calls = 0
 _off: ContextVar[bool] = ContextVar("native_off", default=os.environ.get("KVTOOL_SIMD") == "none")
 
@@ -33,16 +36,27 @@ def built() -> bool:
 
 
 def available() -> bool:
-    """Whether attention on a CPU is the extension's now."""
-    return _BUILT and not _off.get()
+    """Whether attention on a CPU is the extension's now.
+
+    Raises:
+        formats.errors.BackendError: the extension was built from other sources, and is not switched off.
+    """
+    if _off.get() or not _BUILT:
+        return False
+    if _stale:
+        raise BackendError(_stale, hint=stamp.REBUILD)
+    return True
+
+
+def stale() -> str:
+    """Why the extension that was built may not be used, or an empty text."""
+    return _stale
 
 
 def without_because(dim: int) -> str:
     """Why rows of D = dim are MLX's to read on a CPU, or an empty text where they are the extension's."""
-    if not _BUILT:
-        return "the native back end was not built"
-    if _off.get():
-        return "the native back end is switched off"
+    if not available():
+        return "the native back end is switched off" if _BUILT else "the native back end was not built"
     return "" if dim <= max_dim() else f"the native back end takes a head_dim of up to {max_dim()}"
 
 
@@ -70,7 +84,7 @@ def calls() -> int:
 
 def levels() -> list[str]:
     """SIMD levels that this machine has, best first; none without the extension."""
-    return _native.levels() if _BUILT else []
+    return _native.levels() if _BUILT and not _stale else []
 
 
 def level() -> str:
@@ -176,7 +190,7 @@ def _from_environment() -> None:
     wanted, simd = os.environ.get("KVTOOL_THREADS", ""), os.environ.get("KVTOOL_SIMD", "")
     if wanted and not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 4):
         raise ValueError(f"[native] KVTOOL_THREADS must be 1 to 1024, but got {wanted}.")
-    if _BUILT:
+    if _BUILT and not _stale:
         _native.set_threads(int(wanted) if wanted else physical_cores())
         if simd not in ("", "none"):
             _native.set_level(simd)

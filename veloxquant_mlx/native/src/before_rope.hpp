@@ -277,7 +277,7 @@ void score_before_rope(
   with_bits(rows.stage[0].bits, [&](auto bits) {
     each([&](int t) {
       const int64_t at = (head * groups + (from + t) / rows.group) * rows.dim;
-      if (t == 0 || (from + t) % rows.group == 0) widen(rows.step + at, rows.dim, step), widen(rows.zero + at, rows.dim, zero);
+      if (t == 0 || (from + t) % rows.group == 0) widen(rows.step, at, rows.dim, step), widen(rows.zero, at, rows.dim, zero);
       score_channels<decltype(bits)::value, RB, AT_ONCE>(words[0], t, step, zero, to);
     });
   });

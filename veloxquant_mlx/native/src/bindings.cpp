@@ -115,6 +115,8 @@ NB_MODULE(_native, m) {
   bind_search(m);
   bind_streams(m);
   bind_calibrated(m);
+  bind_kernels(m);
+  m.attr("SOURCES") = KVTOOL_SOURCES;
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Level* one : levels()) names.emplace_back(one->name);

@@ -35,6 +35,10 @@ template <int N>
 using I64 = nb::ndarray<const int64_t, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using Bounds = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+using Values1 = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Flat = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
 using Out3 = nb::ndarray<nb::numpy, float, nb::ndim<3>>;
 using Out2 = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 
@@ -57,6 +61,15 @@ void check(const std::string& name, const A& array, std::vector<int64_t> wanted)
   std::string text = "(";
   for (size_t i = 0; i < wanted.size(); i++) text += (i ? ", " : "") + std::to_string(wanted[i]);
   refuse(name, text + ")", shape(array));
+}
+
+// Values as they come from Python: float32, float16, or with `bfloat` uint16 of bfloat16.
+inline Reals reals(const char* name, const Values1& x, bool bfloat) {
+  const auto type = x.dtype();
+  const bool word = type == nb::dtype<uint16_t>(), real = type == nb::dtype<float>();
+  const bool half = type.code == uint8_t(nb::dlpack::dtype_code::Float) && type.bits == 16;
+  if (!(bfloat ? word : real || half)) refuse(name, bfloat ? "uint16 of bfloat16" : "float16 or float32", std::to_string(type.bits) + " bits");
+  return {bfloat ? Type::BFLOAT16 : real ? Type::FLOAT32 : Type::FLOAT16, static_cast<const uint8_t*>(x.data())};
 }
 
 template <class Array>
@@ -112,9 +125,20 @@ class WithoutGil {
 const Level& level();           // in use
 std::shared_ptr<Pool> the_pool();
 
+// Calls some(from, to) on the pool for parts of `count`, each of about `each` and a multiple of `together` but for the last.
+template <class Some>
+void in_parts(int64_t count, int64_t each, int64_t together, const Some& some) {
+  const int64_t least = std::max<int64_t>(1, each / together) * together;
+  const int64_t size = std::max(least, (count / INT32_MAX + 1) / together * together);
+  const std::shared_ptr<Pool> threads = the_pool();
+  const WithoutGil free;
+  threads->run(int((count + size - 1) / size), [&](int i, int) { some(i * size, std::min(i * size + size, count)); });
+}
+
 void bind_attend(nb::module_& m);
 void bind_encode(nb::module_& m);
 void bind_convert(nb::module_& m);
+void bind_kernels(nb::module_& m);
 void bind_search(nb::module_& m);
 void bind_streams(nb::module_& m);
 void bind_calibrated(nb::module_& m);

@@ -7,6 +7,7 @@
 #include "lookup.hpp"
 #include "problem.hpp"
 #include "products.hpp"
+#include "sides.hpp"
 #include "simd.hpp"
 #include "sylvester.hpp"
 #include "words.hpp"
@@ -252,8 +253,15 @@ void last_stages(const Rows& rows, int head, const float* x, V scale, V centred,
 
 // Scale and sign of stored scales: 1 where the row has the mean.
 void scales_of(const Rows& rows, int head, int from, int count, float* scale, float* centred) {
-  const uint16_t* stored = rows.scale + int64_t(head) * rows.count + from;
+  const int64_t first = int64_t(head) * rows.count + from;
   int t = 0;
+  if (rows.scale.wide) {
+    widen(rows.scale, first, count, scale);
+    for (; t < count; t++) centred[t] = 1;
+    for (; t < padded(count); t++) scale[t] = centred[t] = 0;
+    return;
+  }
+  const uint16_t* stored = static_cast<const uint16_t*>(rows.scale.at) + first;
   for (; t + W <= count; t += W) {
     V x = load_bfloat(stored + t);
     VI bits = (VI)x;
@@ -301,7 +309,7 @@ void tile_rows(
     for (int g = 0; g < groups; g++) {
       for (int i = 0; i < count; i++) {
         const int64_t at = (int64_t(head) * rows.count + from + t + i) * groups + g;
-        step[i] = bfloat(rows.step[at]), zero[i] = bfloat(rows.zero[at]);
+        step[i] = one_of(rows.step, at), zero[i] = one_of(rows.zero, at);
       }
       for (int d = g * rows.group; d < dim && d < (g + 1) * rows.group; d++)
         for (int i = 0; i < TILE; i += W) store(y + d * TILE + i, load(y + d * TILE + i) * load(step + i) + load(zero + i));
@@ -309,16 +317,18 @@ void tile_rows(
     return;
   }
   const int64_t groups = (rows.count + rows.group - 1) / rows.group;
+  alignas(64) float step[MAX_DIM], zero[MAX_DIM];
   for (int i = 0; i < count;) {
     const int group = (from + t + i) / rows.group, next = (group + 1) * rows.group - (from + t), stop = next < count ? next : count;
-    const uint16_t *step = rows.step + (head * groups + group) * dim, *zero = rows.zero + (head * groups + group) * dim;
+    widen(rows.step, (head * groups + group) * dim, dim, step);
+    widen(rows.zero, (head * groups + group) * dim, dim, zero);
     if (i == 0 && next >= count) {
       for (int d = 0; d < dim; d++)
-        for (int j = 0; j < TILE; j += W) store(y + d * TILE + j, load(y + d * TILE + j) * bfloat(step[d]) + bfloat(zero[d]));
+        for (int j = 0; j < TILE; j += W) store(y + d * TILE + j, load(y + d * TILE + j) * step[d] + zero[d]);
       return;
     }
     for (int d = 0; d < dim; d++)
-      for (int j = i; j < stop; j++) y[d * TILE + j] = y[d * TILE + j] * bfloat(step[d]) + bfloat(zero[d]);
+      for (int j = i; j < stop; j++) y[d * TILE + j] = y[d * TILE + j] * step[d] + zero[d];
     i = stop;
   }
 }

@@ -42,7 +42,7 @@ void to_whole_rows(const Rows& rows, int head, int from, int count, float* out) 
   const float norm = 1 / __builtin_sqrtf(float(dim));
   const float* mean = rows.mean ? rows.mean + int64_t(head) * dim : nullptr;
   for (int t = 0; t < count; t++, out += dim) {
-    const uint16_t stored = rows.scale[head * int64_t(rows.count) + from + t];
+    const uint16_t stored = static_cast<const uint16_t*>(rows.scale.at)[head * int64_t(rows.count) + from + t];
     const float factor = bfloat(stored & 0x7fff) * norm;
     V v[VECTORS];
     butterflies<VECTORS>(out, v);

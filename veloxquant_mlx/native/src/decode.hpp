@@ -5,6 +5,7 @@
 #include "floats.hpp"
 #include "lookup.hpp"
 #include "problem.hpp"
+#include "sides.hpp"
 #include "simd.hpp"
 #include "sylvester.hpp"
 
@@ -52,12 +53,6 @@ void decode_stage(const Stage& stage, int head, int from, int count, int dim, bo
   }
 }
 
-void widen(const uint16_t* from, int count, float* to) {
-  int i = 0;
-  for (; i + W <= count; i += W) store(to + i, load_bfloat(from + i));
-  for (; i < count; i++) to[i] = bfloat(from[i]);
-}
-
 // A step and a zero for each channel, shared by `group` tokens.
 void affine_by_channel(const Rows& rows, int head, int from, int count, float* out) {
   const int dim = rows.dim, width = padded(dim);
@@ -65,8 +60,8 @@ void affine_by_channel(const Rows& rows, int head, int from, int count, float* o
   alignas(64) float step[MAX_DIM], zero[MAX_DIM];
   for (int t = 0; t < count;) {
     const int group = (from + t) / rows.group, next = (group + 1) * rows.group - from, stop = next < count ? next : count;
-    widen(rows.step + (head * groups + group) * dim, dim, step);
-    widen(rows.zero + (head * groups + group) * dim, dim, zero);
+    widen(rows.step, (head * groups + group) * dim, dim, step);
+    widen(rows.zero, (head * groups + group) * dim, dim, zero);
     for (; t < stop; t++, out += width) {
       int i = 0;
       for (; i + W <= dim; i += W) store(out + i, load(out + i) * load(step + i) + load(zero + i));
@@ -81,7 +76,7 @@ void affine_by_token(const Rows& rows, int head, int from, int count, float* out
   for (int t = 0; t < count; t++, out += width) {
     const int64_t at = (int64_t(head) * rows.count + from + t) * groups;
     for (int g = 0; g < groups; g++) {
-      const float step = bfloat(rows.step[at + g]), zero = bfloat(rows.zero[at + g]);
+      const float step = one_of(rows.step, at + g), zero = one_of(rows.zero, at + g);
       int i = g * rows.group;
       const int stop = i + rows.group < dim ? i + rows.group : dim;
       for (; i + W <= stop; i += W) store(out + i, load(out + i) * step + zero);
@@ -158,8 +153,9 @@ void to_rows(const Rows& rows, int head, int from, int count, float* out) {
   const float norm = rows.signs ? 1 / __builtin_sqrtf(float(dim)) : 1;
   const float* signs = rows.signs + head * rows.signs_head;
   for (int t = 0; t < count; t++, out += width) {
-    const uint16_t stored = rows.scale ? rows.scale[head * int64_t(rows.count) + from + t] : ONE;
-    const float scale = bfloat(stored & 0x7fff), factor = scale * norm, centred = rows.mean && stored < 0x8000 ? 1 : 0;
+    const float stored = rows.scale ? one_of(rows.scale, head * int64_t(rows.count) + from + t) : 1;
+    const float scale = rows.scale.wide ? stored : __builtin_fabsf(stored), factor = scale * norm;
+    const float centred = rows.mean && !__builtin_signbit(stored) ? 1 : 0;
     if (rows.signs) transform(rows, out);
     const float* mean = rows.mean ? rows.mean + int64_t(head) * dim : nullptr;
     int i = 0;

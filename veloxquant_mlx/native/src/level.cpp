@@ -111,8 +111,8 @@ void score_codes(const Problem& p, Span& span, const Turned* words, float* scrat
   alignas(64) float step[MAX_DIM], zero[MAX_DIM];
   for (int t = 0; t < span.count;) {
     const int group = (from + t) / keys.group, next = (group + 1) * keys.group - from, stop = next < span.count ? next : span.count;
-    widen(keys.step + (span.head * groups + group) * dim, dim, step);
-    widen(keys.zero + (span.head * groups + group) * dim, dim, zero);
+    widen(keys.step, (span.head * groups + group) * dim, dim, step);
+    widen(keys.zero, (span.head * groups + group) * dim, dim, zero);
     for (int i = dim; i < p.dim; i++) step[i] = zero[i] = 0;
     for (int r = 0; r < R; r++) {
       V by_zero{};
@@ -222,33 +222,35 @@ void add_codes(const Problem& p, Span& span, const float* weights, const float* 
   int group = dim;
   float* extra = nullptr;
   if (values.step) {
-    // A step is its token's weight, a zero a number: two in each word of the turned rows.
+    // A step is its token's weight, a zero a number: two of bfloat16 in each word of the turned rows.
     group = values.group;
-    const int groups = (dim + group - 1) / group, bytes = 2 * groups;
+    const bool wide = values.step.wide;
+    const int groups = (dim + group - 1) / group, bytes = (wide ? 4 : 2) * groups;
     auto* words = reinterpret_cast<uint32_t*>(scratch);
-    auto turn = [&](const uint16_t* side) {
-      auto bytes_of = [&](int64_t row) { return reinterpret_cast<const uint8_t*>(side + row * groups); };
+    auto turn = [&](Side side) {
+      auto bytes_of = [&](int64_t row) { return static_cast<const uint8_t*>(side.at) + row * bytes; };
       const int64_t rows = int64_t(values.heads) * values.count;
       turn_rows(bytes_of(int64_t(span.head) * values.count + from), bytes_of(rows), bytes, bytes, span.count, words, span.wide);
     };
-    auto half_of = [&](int g, int t) {
+    auto side_of = [&](int g, int t) {
+      if (wide) return (V)load_words(words + g * span.wide + t);
       const Words both = load_words(words + g / 2 * span.wide + t);
       return (V)(g % 2 ? both & 0xffff0000u : both << 16u);
     };
-    extra = scratch + (groups + 1) / 2 * span.wide;
+    extra = scratch + (wide ? groups : (groups + 1) / 2) * span.wide;
     float* scaled = extra + padded(groups * R);
     turn(values.zero);
     for (int g = 0; g < groups; g++)
       for (int r = 0; r < R; r++) {
         V sum{};
-        for (int t = 0; t < width; t += W) sum += load(weights + r * span.row + t) * half_of(g, t);
+        for (int t = 0; t < width; t += W) sum += load(weights + r * span.row + t) * side_of(g, t);
         extra[g * R + r] = 0;
         for (int i = 0; i < W; i++) extra[g * R + r] += sum[i];
       }
     turn(values.step);
     for (int g = 0; g < groups; g++)
       for (int r = 0; r < R; r++)
-        for (int t = 0; t < width; t += W) store(scaled + (g * R + r) * span.row + t, load(weights + r * span.row + t) * half_of(g, t));
+        for (int t = 0; t < width; t += W) store(scaled + (g * R + r) * span.row + t, load(weights + r * span.row + t) * side_of(g, t));
     own.at = scaled, scratch = scaled + int64_t(groups) * R * span.row;
   }
   for (int s = 0; s < values.stages; s++) {

@@ -12,7 +12,6 @@ constexpr int TILE = 32;      // tokens decoded at a time
 constexpr int TOGETHER = 32;  // tokens whose codes of a component lie together
 constexpr int MAX_DIM = 512;  // a tile of it is 64 KiB of stack
 constexpr int MAX_BLOCKS = 4;  // of D signs
-constexpr uint16_t ONE = 0x3f80;  // bfloat16
 
 enum class Type : int { FLOAT32, FLOAT16, BFLOAT16, CODES, COMPONENTS, CODEWORDS, SIGNS };
 
@@ -57,6 +56,19 @@ struct Codewords {
   const float* exact;     // (H, D): the rows whose bit 0 is set; or nullptr
 };
 
+// Values one after another: FLOAT32, FLOAT16 or BFLOAT16.
+struct Reals {
+  Type type;
+  const uint8_t* x;
+};
+
+// Scales, steps or zeros: bfloat16, or what bfloat16 does not hold, float32.
+struct Side {
+  const void* at;  // or nullptr
+  bool wide;
+  explicit operator bool() const { return at; }
+};
+
 // x[s] = scale[s] R^T points[s] + centred[s] mean, or points step + zero, or of components y: basis^T y + mean, or with those of the keys
 // beside them, size R^T y + mix^T y of the keys + mean.
 struct Rows {
@@ -66,10 +78,10 @@ struct Rows {
   int64_t head, row;    // their strides in bytes
   int stages;           // of codes
   Stage stage[2];
-  const uint16_t* scale;  // (H, S) bfloat16, with `mean` negative for "without the mean"; or nullptr
-  const float* mean;      // (H, D), or nullptr
-  const uint16_t* step;   // affine: bfloat16, per channel (H, ceil(S / group), D), per token (H, S, ceil(D / group)); or nullptr
-  const uint16_t* zero;
+  Side scale;         // (H, S); of bfloat16 negative for "without the mean", of float32 a factor
+  const float* mean;  // (H, D), or nullptr
+  Side step;          // affine: per channel (H, ceil(S / group), D), per token (H, S, ceil(D / group))
+  Side zero;          // as wide as `step`
   int group;
   bool by_token;
   const float* signs;    // (D), or (H, D): points are T diag(signs) x, or T diag(signs)^-1 x; or nullptr

@@ -1,6 +1,9 @@
 // Stored rows, checked once; the arrays that they point into.
 #pragma once
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/variant.h>
+
+#include <variant>
 
 #include "bindings.hpp"
 
@@ -32,6 +35,15 @@ struct Quantisers {
   }
 };
 
+// bfloat16 as its words, or float32.
+template <int N>
+using Sides = std::variant<Words<N>, F32<N>>;
+
+template <int N>
+Side side_of(const char* name, const Sides<N>& given, const std::vector<int64_t>& sizes) {
+  return std::visit([&](const auto& side) { return check(name, side, sizes), Side{side.data(), sizeof(*side.data()) == 4}; }, given);
+}
+
 // The arrays that a `Rows` points into live as long as it does.
 class Stored {
  public:
@@ -58,23 +70,22 @@ class Stored {
 
   void codes(const Bytes& codes, int bits, const std::optional<std::vector<float>>& table) { codes_of(codes, bits, rows.dim, table); }
 
-  void scale(const Words<2>& scale) {
-    check("scale", scale, {rows.heads, rows.count});
-    rows.scale = scale.data(), scale_ = scale;
-  }
+  void scale(const Sides<2>& scale) { rows.scale = side_of<2>("scale", scale, {rows.heads, rows.count}), scale_ = scale; }
 
   void mean(const F32<2>& mean) {
     check("mean", mean, {rows.heads, rows.dim});
     rows.mean = mean.data(), mean_ = mean;
   }
 
-  void affine(const Words<3>& step, const Words<3>& zero, int group, bool by_token) {
-    if (group < 1) refuse("group", "at least 1", std::to_string(group));
+  void affine(const Sides<3>& step, const Sides<3>& zero, int group, bool by_token) {
+    const int most = INT32_MAX - std::max(rows.count, rows.dim);  // the end of a group is an int, too
+    if (group < 1 || group > most) refuse("group", "1 to " + std::to_string(most), std::to_string(group));
+    if (step.index() != zero.index()) refuse("zero", step.index() ? "float32 as step is" : "uint16 of bfloat16 as step is", "the other");
     auto groups = [&](int64_t size) { return (size + group - 1) / group; };
     const std::vector<int64_t> sides = by_token ? std::vector<int64_t>{rows.heads, rows.count, groups(rows.dim)}
                                                 : std::vector<int64_t>{rows.heads, groups(rows.count), rows.dim};
-    check("step", step, sides), check("zero", zero, sides);
-    rows.step = step.data(), rows.zero = zero.data(), rows.group = group, rows.by_token = by_token, step_ = step, zero_ = zero;
+    rows.step = side_of<3>("step", step, sides), rows.zero = side_of<3>("zero", zero, sides);
+    rows.group = group, rows.by_token = by_token, step_ = step, zero_ = zero;
   }
 
   void rotation(const F32<1>& signs, const F32<2>& hartley) {
@@ -209,7 +220,8 @@ class Stored {
     }
     if (rows.type == Type::CODEWORDS) {
       if (in_parts() != bool(rows.basis)) refuse("basis", "that of parts", rows.basis ? "that of others" : "none");
-      if (rows.scale || rows.mean) refuse("codewords", "without scale and mean", "one of them");
+      const bool in_runs = rows.words.form == Form::RUNS && !rows.signs;
+      if (rows.mean || (rows.scale && !in_runs)) refuse("codewords", "without a mean, and with a scale in runs alone, not smoothed", "others");
       if (rows.signs && !rows.signs_head) refuse("codewords", "smoothed, or as they are", "a rotation");
       return;
     }
@@ -218,6 +230,7 @@ class Stored {
     if (rows.type == Type::SIGNS && (!rows.scale || rows.signs || rows.step)) refuse("signs", "given a scale alone, and a mean", "others");
     if (rows.signs && !rows.scale) refuse("rotation", "that of rows with a scale", "no scale");
     if (rows.mean && !rows.scale) refuse("mean", "that of rows with a scale", "no scale");
+    if (rows.scale.wide && (rows.mean || rows.signs || rows.type == Type::SIGNS)) refuse("scale", "bfloat16 of rows with a rotation or a mean", "float32");
   }
 
   void check_span(const char* name, int from, int count) const {
@@ -229,8 +242,8 @@ class Stored {
   Floats data_;
   Bytes codes_[2];
   std::vector<float> tables_[2];
-  Words<2> scale_;
-  Words<3> step_, zero_;
+  Sides<2> scale_;
+  Sides<3> step_, zero_;
   F32<2> mean_, hartley_;
   F32<1> signs_;
   struct {

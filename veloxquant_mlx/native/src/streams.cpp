@@ -3,6 +3,7 @@
 // No product is contracted with a sum (CMakeLists.txt): every level gives the same codes.
 #include "streams.hpp"
 
+#include "reals.hpp"
 #include "simd.hpp"
 #include "sylvester.hpp"
 
@@ -184,17 +185,6 @@ void unpack(const uint8_t* packed, int64_t count, int bits, bool words, uint8_t*
   memcpy(codes + whole, apart, left);
 }
 
-// `count` values from value `from` on, and zeros up to a multiple of 16.
-void widened(const Nearest& n, int64_t from, int count, float* to) {
-  const float* reals = (const float*)n.x + from;
-  const uint16_t* halves = (const uint16_t*)n.x + from;
-  int i = 0;
-  for (; i + W <= count; i += W)
-    store(to + i, n.type == Type::FLOAT32 ? load(reals + i) : n.type == Type::FLOAT16 ? load_half(halves + i) : load_bfloat(halves + i));
-  for (; i < count; i++) to[i] = n.type == Type::FLOAT32 ? reals[i] : n.type == Type::FLOAT16 ? half(halves[i]) : bfloat(halves[i]);
-  for (; i < padded(count); i++) to[i] = 0;
-}
-
 // Codes of BLOCK values; the first `count` are stored.
 void nearest_block(const Nearest& n, const float* x, int count, uint8_t* codes) {
   constexpr int N = 4;
@@ -221,7 +211,7 @@ void nearest(const Nearest& n, int64_t from, int64_t to) {
   const int dim = n.dim ? n.dim : BLOCK;
   for (int64_t at = from; at < to; at += dim) {
     const int count = int(to - at < dim ? to - at : dim);
-    widened(n, at, count, x);
+    widened(n.x, at, count, x);
     if (n.dim) {
       for (int i = 0; i < dim; i++) x[i] *= n.signs[i];
       sylvester(x, dim);
@@ -235,11 +225,67 @@ void look_up(const uint8_t* codes, int64_t count, const uint16_t* table, uint16_
   for (int64_t i = 0; i < count; i++) out[i] = table[codes[i]];
 }
 
+// Bit t of byte b is 1 where value 8 b + t is >= 0; NaN is not.
+void pack_signs(const float* x, int64_t count, uint8_t* out) {
+  for (int64_t i = 0; i < count; i += 8, x += 8) {
+    uint8_t byte = 0;
+    for (int t = 0; t < 8; t++) byte |= uint8_t((x[t] >= 0) << t);
+    out[i / 8] = byte;
+  }
+}
+
+void rotated(const Rotated& r, int64_t from, int64_t to) {
+  alignas(64) float x[MAX_ROTATED];
+  const int dim = r.dim;
+  const float scale = 1 / __builtin_sqrtf(float(dim));
+  for (int64_t row = from; row < to; row++) {
+    widened(r.x, row * dim, dim, x);
+    for (int i = 0; i < dim; i++) x[i] *= r.signs[i];
+    sylvester(x, dim);
+    for (int i = 0; i < dim; i++) x[i] *= scale;
+    pack_signs(x, dim, r.packed + row * (dim / 8));
+    float sums[8] = {};
+    for (int i = 0; i < dim; i += 8)
+      for (int t = 0; t < 8; t++) sums[t] += __builtin_fabsf(x[i + t]);
+    float sum = 0;
+    for (float one : sums) sum += one;
+    r.size[row] = sum / float(dim);
+  }
+}
+
+// How many of `boundaries` are below each value; of a NaN none.
+void count_below(const float* x, int count, const float* boundaries, int many, uint8_t* codes) {
+  for (int i = 0; i < count; i++) codes[i] = 0;
+  for (int b = 0; b < many; b++)
+    for (int i = 0; i < count; i++) codes[i] = uint8_t(codes[i] + (x[i] > boundaries[b]));
+}
+
+void two_stages(const TwoStages& s, int64_t from, int64_t to) {
+  alignas(64) float x[MAX_ROTATED];
+  uint16_t halves[MAX_ROTATED];
+  uint8_t codes[MAX_ROTATED];
+  const int dim = s.dim, many = (1 << s.bits) - 1, per = 32 / s.bits, bytes = (dim + per - 1) / per * 4;
+  for (int64_t row = from; row < to; row++) {
+    widened(s.x, row * dim, dim, x);
+    count_below(x, dim, s.first, many, codes);
+    pack(codes, dim, s.bits, true, s.packed1 + row * bytes);
+    for (int i = 0; i < dim; i++) x[i] -= s.centroids[codes[i]];
+    if (s.left != Type::FLOAT32) {
+      narrowed(x, dim, s.left, 0, reinterpret_cast<uint8_t*>(halves));
+      widened({s.left, reinterpret_cast<const uint8_t*>(halves)}, 0, dim, x);
+    }
+    count_below(x, dim, s.second, many, codes);
+    pack(codes, dim, s.bits, true, s.packed2 + row * bytes);
+  }
+}
+
 }  // namespace
 }  // namespace KVTOOL_INSIDE
 
 #define KVTOOL_STREAMER_(x) x##_streamer
 #define KVTOOL_STREAMER(x) KVTOOL_STREAMER_(x)
-const Streamer KVTOOL_STREAMER(KVTOOL_LEVEL) = {KVTOOL_INSIDE::pack, KVTOOL_INSIDE::unpack, KVTOOL_INSIDE::nearest, KVTOOL_INSIDE::look_up};
+const Streamer KVTOOL_STREAMER(KVTOOL_LEVEL) = {
+    KVTOOL_INSIDE::pack,    KVTOOL_INSIDE::unpack,     KVTOOL_INSIDE::nearest,   KVTOOL_INSIDE::look_up,
+    KVTOOL_INSIDE::rotated, KVTOOL_INSIDE::two_stages, KVTOOL_INSIDE::pack_signs};
 
 }  // namespace kvtool
