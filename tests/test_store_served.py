@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
+import urllib3
+
 import kvtool
 from kvtool.service import tenants as tenants_file
 from kvtool.service.tenants import made
@@ -114,6 +116,31 @@ def test_a_store_over_the_service(running: tuple[Any, Path], tmp_path: Path, mon
         assert restored is not None and restored.usable == len(tokens)
         assert not store.check().problems
         store.remove(store.entries()[-1].id)
+
+
+def test_look_ups_alone_are_counted(running: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Putting a prompt, and again, asks what is there too, but looks for nothing to read; nor do the copies that a load makes."""
+    address = running[0].address
+    monkeypatch.setenv("KVTOOL_TOKEN", ANAS)
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    model, tokens = tiny("qwen3"), ids(3 * CHUNK + 5)
+
+    def counted() -> tuple[int, int]:
+        asked = urllib3.request("GET", f"{address}/v1/stats", headers={"Authorization": f"Bearer {ANAS}"}).json()
+        return asked["hits"], asked["misses"]
+
+    hits, misses = counted()
+    with Store(address, chunk=CHUNK) as store:
+        for _ in range(2):
+            store.put(kvtool.capture(model, tokens), codec="affine-4")
+        assert counted() == (hits, misses)
+        (space,) = (space for space in store.known.spaces() if "affine-4" in space.codec)
+        assert store.load([7, *tokens], model, space=space.key) is None
+        assert counted() == (hits, misses + 1)
+        assert store.load([*tokens, 1], model, space=space.key) is not None
+        assert counted() == (hits + 1, misses + 1)
+    figures = urllib3.request("GET", f"{address}/metrics", headers={"Authorization": f"Bearer {BOBS}"}).data.decode()
+    assert f'kvtool_lookups_total{{found="yes"}} {hits + 1}.0' in figures
 
 
 @pytest.mark.parametrize("codec", [None, "rvq-4"])

@@ -50,6 +50,12 @@ class Names(BaseModel):
     names: list[Annotated[str, Field(max_length=MAX_NAME)]] = Field(max_length=100_000)
 
 
+class Asked(Names):
+    """Names of objects whose bytes are asked for; `lookup`: of a prompt that is looked for, to be read."""
+
+    lookup: bool = False
+
+
 class Sizes(BaseModel):
     """The bytes of the named objects, null where there is none."""
 
@@ -88,11 +94,11 @@ async def listing(
 
 
 @router.post("/objects/sizes", responses=ERRORS)
-async def sizes(objects: Reads, tenant: Known, state: Its, names: Names) -> Sizes:
-    """The bytes of several objects. Asked for the chunks that a prompt begins with, it counts as a look-up."""
+async def sizes(objects: Reads, tenant: Known, state: Its, names: Asked) -> Sizes:
+    """The bytes of several objects. Of a look-up, the question that begins with a prompt's first chunk is counted."""
     asked = [checked(name) for name in names.names]
     found = await run_in_threadpool(objects.sizes, asked)
-    nodes = [node_of(name) for name in asked]
+    nodes = [node_of(name) for name in asked] if names.lookup else []
     if nodes and nodes[0] is not None and nodes[0].start == 0:
         there = list(takewhile(lambda size: size is not None, found))
         tokens = [0 if node is None else node.tokens for node in nodes]

@@ -46,8 +46,8 @@ class Partition:
     def size(self, name: str) -> int | None:
         return self._objects.size(self._full(name))
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
-        return self._objects.sizes([self._full(name) for name in names])
+    def sizes(self, names: Sequence[str], lookup: bool = False) -> list[int | None]:
+        return self._objects.sizes([self._full(name) for name in names], lookup)
 
     def names(self, prefix: str = "") -> Iterator[Entry]:
         for entry in self._objects.names(self._prefix + prefix):

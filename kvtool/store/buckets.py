@@ -179,7 +179,7 @@ class Buckets:
         except FileNotFoundError:
             return None
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
+    def sizes(self, names: Sequence[str], lookup: bool = False) -> list[int | None]:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(self.size, names))
 

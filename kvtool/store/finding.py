@@ -89,7 +89,7 @@ def _chain(objects: Objects, space: Space, ids: Sequence[int], avoid: frozenset[
             nodes.append(Node(chunk_name(key, parent, start, space.chunk), key, parent[:SHORT], start, space.chunk))
             parent = key
         new = nodes[-len(asked) :]
-        for i, size in enumerate(objects.sizes([node.name for node in new])):
+        for i, size in enumerate(objects.sizes([node.name for node in new], lookup=True)):
             if size is None or new[i].name in avoid:
                 return nodes[: len(nodes) - len(new) + i]
         batch *= 2

@@ -193,7 +193,7 @@ class Folder:
         status = _regular(self._file(name))
         return None if status is None else status.st_size
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
+    def sizes(self, names: Sequence[str], lookup: bool = False) -> list[int | None]:
         return [self.size(name) for name in names]
 
     def names(self, prefix: str = "") -> Iterator[Entry]:

@@ -224,8 +224,8 @@ class LocalCopy:
     def size(self, name: str) -> int | None:
         return self.remote.size(name)
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
-        return self.remote.sizes(names)
+    def sizes(self, names: Sequence[str], lookup: bool = False) -> list[int | None]:
+        return self.remote.sizes(names, lookup)
 
     def names(self, prefix: str = "") -> Iterator[Entry]:
         return self.remote.names(prefix)

@@ -70,8 +70,12 @@ class Objects(Protocol):
     def size(self, name: str) -> int | None:
         """Bytes of an object, None where there is none."""
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """The same of several, in the time that one takes where that can be."""
+    def sizes(self, names: Sequence[str], lookup: bool = False) -> list[int | None]:
+        """The same of several, in the time that one takes where that can be.
+
+        Args:
+            lookup: whether a prompt is looked for, to be read: a service counts those.
+        """
 
     def names(self, prefix: str = "") -> Iterator[Entry]:
         """All objects whose names begin with `prefix`, in any order; one that comes or goes meanwhile may or may not be among them."""

@@ -162,8 +162,8 @@ class Sealed:
         sealed = self.inner.size(name)
         return None if sealed is None else _plain_size(sealed, name)
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
-        found = zip(names, self.inner.sizes(names), strict=True)
+    def sizes(self, names: Sequence[str], lookup: bool = False) -> list[int | None]:
+        found = zip(names, self.inner.sizes(names, lookup), strict=True)
         return [None if sealed is None else _plain_size(sealed, name) for name, sealed in found]
 
     def names(self, prefix: str = "") -> Iterator[Entry]:

@@ -127,10 +127,11 @@ class Served:
         answer = self._ask("HEAD", _path(name), ok=(200, 404))
         return None if answer.status == 404 else int(answer.headers["content-length"])
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
+    def sizes(self, names: Sequence[str], lookup: bool = False) -> list[int | None]:
         if not names:
             return []
-        found = self._json("POST", "/objects/sizes", "sizes", body={"names": [check_name(name) for name in names]})["sizes"]
+        body = {"names": [check_name(name) for name in names], **({"lookup": True} if lookup else {})}
+        found = self._json("POST", "/objects/sizes", "sizes", body=body)["sizes"]
         if not isinstance(found, list) or len(found) != len(names) or any(s is not None and type(s) is not int for s in found):
             raise self._strange("POST", "/objects/sizes", "a size for each name")
         return found

@@ -191,7 +191,7 @@ class Valkey:
             found = self._committed(name)
             return None if found is None else found[1]
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
+    def sizes(self, names: Sequence[str], lookup: bool = False) -> list[int | None]:
         with _errors(self.url):
             pipe = self._client.pipeline(transaction=False)
             for name in names:
