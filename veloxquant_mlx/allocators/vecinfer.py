@@ -125,34 +125,61 @@ def train_codebook(x: mx.array, n_centroids: int, sub_dim: int) -> mx.array:
     points = np.array(x.astype(mx.float32)).reshape(-1, sub_dim)
     if not np.isfinite(points).all():
         raise ValueError("[train_codebook] x must be finite, but got NaN or infinity.")
-    if len(points) <= n_centroids:
-        return mx.array(np.resize(points, (n_centroids, sub_dim)))
-    rng = np.random.default_rng(SEED)
-    centroids = points[rng.choice(len(points), n_centroids, replace=False)].astype(np.float64)
-    previous = np.inf
+    return mx.array(trained(points[None], n_centroids)[0])
+
+
+def trained(points: np.ndarray, count: int) -> np.ndarray:
+    """`train_codebook` of each of some groups of finite sub-vectors: (G, N, sub_dim) float32 -> (G, count, sub_dim) float32."""
+    groups, number, size = points.shape
+    if number <= count:
+        return np.stack([np.resize(own, (count, size)) for own in points])
+    start = np.random.default_rng(SEED).choice(number, count, replace=False)
+    words, own = points[:, start].astype(np.float64), points.astype(np.float64)
+    active, previous = np.arange(groups), np.full(groups, np.inf)
     for _ in range(MAX_ITERATIONS):
-        nearest, distances = _assign(points, centroids)
-        inertia = float(distances.sum())
-        counts = np.bincount(nearest, minlength=n_centroids)
-        sums = np.stack([np.bincount(nearest, weights=points[:, t], minlength=n_centroids) for t in range(sub_dim)], axis=1)
-        centroids = sums / np.maximum(counts, 1)[:, None]
-        empty = np.flatnonzero(counts == 0)
-        if len(empty):
-            centroids[empty] = points[np.argsort(-distances, kind="stable")[: len(empty)]]
-        if abs(previous - inertia) < 1e-6 * max(inertia, np.finfo(np.float64).tiny):
-            break
+        sums, counts, distances = _moments(own, words[active])
+        moved = sums / np.maximum(counts, 1)[..., None]
+        for g in np.flatnonzero((counts == 0).any(axis=1)):
+            empty = np.flatnonzero(counts[g] == 0)
+            moved[g, empty] = own[g, np.argsort(-distances[g], kind="stable")[: len(empty)]]
+        words[active] = moved
+        inertia = distances.sum(axis=1)
+        left = ~(np.abs(previous - inertia) < 1e-6 * np.maximum(inertia, np.finfo(np.float64).tiny))
+        if not left.all():
+            active, own, inertia = active[left], own[left], inertia[left]
         previous = inertia
-    return mx.array(centroids.astype(np.float32))
+        if not active.size:
+            break
+    return words.astype(np.float32)
+
+
+def worth_learning(points: np.ndarray, count: int) -> np.ndarray:
+    """Points (N, size); the distinct ones where there are no more than `count`: k-means would start from copies and miss others."""
+    some = np.ascontiguousarray(points[: 2 * count] + 0)  # not -0, whose bytes are others
+    if len(set(some.view(np.dtype((np.void, some.shape[1] * some.itemsize))).reshape(-1).tolist())) > count:
+        return points
+    distinct = np.unique(points, axis=0)
+    return distinct if len(distinct) <= count else points
+
+
+def _moments(points: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As `searching.moments`."""
+    groups, count, size = words.shape
+    if native.available() and size <= searching.MAX_SIZE:
+        return searching.moments(points, words)
+    sums, counts, distances = np.empty(words.shape), np.empty((groups, count), np.int64), np.empty(points.shape[:2])
+    for g, own in enumerate(points):
+        nearest, distances[g] = _assign(own, words[g])
+        counts[g] = np.bincount(nearest, minlength=count)
+        sums[g] = np.stack([np.bincount(nearest, weights=own[:, t], minlength=count) for t in range(size)], axis=1)
+    return sums, counts, distances
 
 
 def _assign(points: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if native.available() and points.shape[1] <= searching.MAX_SIZE:
-        nearest = searching.nearest(points, centroids)
-        return nearest, np.square(points - centroids[nearest]).sum(axis=1)
     nearest, distances = np.empty(len(points), dtype=np.int64), np.empty(len(points))
     rows = max(1, BLOCK_DISTANCES // len(centroids))
     for a in range(0, len(points), rows):
-        block = points[a : a + rows].astype(np.float64)
+        block = points[a : a + rows]
         squares = (block**2).sum(axis=1)[:, None] - 2 * block @ centroids.T + (centroids**2).sum(axis=1)
         nearest[a : a + rows] = squares.argmin(axis=1)
         distances[a : a + rows] = np.maximum(squares.min(axis=1), 0)

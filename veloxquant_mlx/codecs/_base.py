@@ -277,6 +277,19 @@ def within(x: mx.array, limit: float) -> bool:
     return int((bits & bits.dtype.type(-1 & (1 << 8 * bits.itemsize - 1) - 1)).max()) <= most
 
 
+def peaks_of(x: mx.array) -> np.ndarray:
+    """Largest |x| of each channel of rows (H, S, D), S at least 1, in MLX's memory of a CPU: (H, D) float32, NaN where there is one."""
+    # As in `within`, by bits: MLX's CPU build takes some 20 times as long.
+    bits = native.shared(x).view(np.uint32 if x.dtype == mx.float32 else np.uint16)
+    magnitude = bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)
+    peaks = np.zeros((x.shape[0], x.shape[2]), bits.dtype)
+    for tokens in token_blocks(x.shape):
+        np.maximum(peaks, (bits[:, tokens] & magnitude).max(axis=1), out=peaks)
+    if x.dtype == mx.float16:
+        return peaks.view(np.float16).astype(np.float32)
+    return (peaks if x.dtype == mx.float32 else peaks.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def fits(shape: tuple[int, ...], laid_out: tuple[int, ...]) -> bool:
     """Whether an array of this shape is what a layout says, in which -1 is any size."""
     if shape == laid_out:

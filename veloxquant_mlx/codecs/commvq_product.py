@@ -43,8 +43,8 @@ import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
-from veloxquant_mlx.allocators.vecinfer import train_codebook
-from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layout, Parts, RoleName, Shape, token_blocks
+from veloxquant_mlx.allocators.vecinfer import trained, worth_learning
+from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layout, Parts, RoleName, Shape, token_blocks, within
 from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.codecs.commvq import check_rotary
 from veloxquant_mlx.codecs.rvq import Rvq
@@ -231,23 +231,22 @@ class CommVqProduct(Codec):
         picked = mx.array(np.unique(np.linspace(0, tokens - 1, min(tokens, _SAMPLE_ROWS)).round().astype(np.uint32)))
         words = np.zeros((heads, dim // self.sub, WORDS, self.sub), np.float16)
         for h in range(heads):
-            for i, points in enumerate(np.array(self._parts(x[h : h + 1, picked])[0])):
-                # With no more distinct points than words, k-means would start from copies of some and miss others.
-                distinct = np.unique(points, axis=0)
-                words[h, i] = np.array(train_codebook(mx.array(distinct if len(distinct) <= WORDS else points), WORDS, self.sub))
+            points = np.array(self._parts(x[h : h + 1, picked])[0])
+            runs = list(points)
+            own = [worth_learning(run, WORDS) for run in runs]
+            together = [i for i, run in enumerate(runs) if own[i] is run]
+            if together:
+                words[h, together] = trained(points[together], WORDS)
+            for i in set(range(len(runs))) - set(together):
+                words[h, i] = trained(own[i][None], WORDS)[0]
         return mx.array(words)
 
     def _searched(self, x: mx.array, words: np.ndarray) -> mx.array:
         """The part `codes`, by the native back end."""
         heads, _, dim = x.shape
-        first, order = np.arange(heads * dim // self.sub).reshape(heads, -1) * WORDS, mx.array(self.order(dim).astype(np.uint32))
-        number, blocks = np.full_like(first, WORDS), []
-        for block in token_blocks(x.shape):
-            rows = mx.take(x[:, block].astype(mx.float32), order, axis=-1).reshape(heads, -1, dim // self.sub, self.sub)
-            blocks.append(searching.codes(rows, words.reshape(-1, self.sub), first, number))
-        found = mx.concatenate(blocks, axis=1)
-        mx.eval(found)
-        return found
+        first, order = np.arange(heads * dim // self.sub).reshape(heads, -1) * WORDS, self.order(dim)
+        plain = np.array_equal(order, np.arange(dim))
+        return searching.coded_runs(x, 8, words.reshape(-1, self.sub), first, order=None if plain else order)
 
     def _parts(self, x: mx.array) -> mx.array:
         """Rows (H, S, D) as (H, D / sub, S, sub) float32, entries in `order`."""
@@ -256,7 +255,12 @@ class CommVqProduct(Codec):
         return rows.reshape(heads, tokens, -1, self.sub).swapaxes(1, 2)
 
     def _check_range(self, x: mx.array) -> None:
-        largest = max(mx.max(mx.abs(x[:, tokens])).item() for tokens in token_blocks(x.shape))
+        if x.dtype == mx.float16:
+            return
+        blocks = [x[:, tokens] for tokens in token_blocks(x.shape)]
+        if all(within(block, FLOAT16_MAX) for block in blocks):
+            return
+        largest = max(mx.max(mx.abs(block)).item() for block in blocks)
         if largest > FLOAT16_MAX:
             raise ValueError(
                 f"[{self.id}] values must be within {FLOAT16_MAX:g}, which float16 words hold, but the largest is {largest:g}; "

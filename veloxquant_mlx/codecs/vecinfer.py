@@ -41,11 +41,25 @@ import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
-from veloxquant_mlx.allocators.vecinfer import calibrate_smooth_factors, dequantize_vq, train_codebook
-from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, SMALLEST, Codec, Frame, Layout, Parts, RoleName, Shape, token_blocks
+from veloxquant_mlx.allocators.vecinfer import calibrate_smooth_factors, dequantize_vq, train_codebook, worth_learning
+from veloxquant_mlx.codecs._base import (
+    DTYPES,
+    FLOAT16_MAX,
+    LARGEST,
+    SMALLEST,
+    Codec,
+    Frame,
+    Layout,
+    Parts,
+    RoleName,
+    Shape,
+    peaks_of,
+    token_blocks,
+)
 from veloxquant_mlx.codecs._bits import pack, packed_bytes, unpack
 from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.metal._attend import hadamard_matrix
+from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
 from veloxquant_mlx.native import converting, searching
@@ -127,8 +141,7 @@ class VecInfer(Codec):
         self._check_dim(x.shape[2])
         if x.size == 0:
             return {part: mx.zeros(shape, DTYPES[dtype]) for part, (dtype, shape) in self.layout(x.shape, x.dtype).items()}
-        self._check_finite(x)
-        peaks = _peaks(x)
+        peaks = self._peaks(x)
         # Rows are coded in units of u: no square leaves float32's range, and words times u lose nothing.
         largest = float(mx.max(peaks).item())
         unit = 2.0 ** math.ceil(math.log2(largest)) if largest >= SMALLEST else math.inf
@@ -136,21 +149,13 @@ class VecInfer(Codec):
         if self.smooth:
             smooth = calibrate_smooth_factors((peaks / unit)[None], eps=SMALLEST_PEAK).astype(mx.bfloat16)
         words = self._learn(x, unit, smooth)
-        native_search = searching.takes(x)
-        blocks = []
-        # Without a GPU every sub-vector takes 2^bits distances: fewer tokens in a block.
-        for tokens in token_blocks(x.shape if native_search else (x.shape[0], x.shape[1], x.shape[2] << self.bits - 4)):
-            rows = _transformed(x[:, tokens], unit, smooth)
-            if native_search:
-                found = searching.codes(rows.reshape(1, -1, 1, self.sub), float32(words))
-                codes = found.reshape(*rows.shape[:2], -1)
-            else:
-                codes = vecinfer_quantize_metal(rows, words, self.sub)
-            # Contiguous: packed bytes are a view of words eight times their size, which would stay until all blocks are joined.
-            blocks.append(mx.contiguous(pack(codes.astype(mx.uint8), self.bits)))
-            mx.eval(blocks[-1])
+        if searching.takes(x):
+            first, divisor = np.zeros((x.shape[0], x.shape[2] // self.sub)), None if smooth is None else smooth.astype(mx.float32)
+            codes = searching.coded_runs(x, self.bits, float32(words), first, 1 / unit, divisor)
+        else:
+            codes = self._searched(x, unit, smooth, words)
         scale = unit if math.isfinite(unit) else 1.0
-        parts = {"codes": mx.concatenate(blocks, axis=1), "words": (words.astype(mx.float32) * scale).astype(mx.bfloat16)}
+        parts = {"codes": codes, "words": (words.astype(mx.float32) * scale).astype(mx.bfloat16)}
         if smooth is not None:
             parts["smooth"] = smooth
         mx.eval(parts)
@@ -186,6 +191,31 @@ class VecInfer(Codec):
             rows.smooth(float32(parts["smooth"]))
         return rows
 
+    def _searched(self, x: mx.array, unit: float, smooth: mx.array | None, words: mx.array) -> mx.array:
+        """The part `codes`, by the kernel."""
+        blocks = []
+        # Without a GPU every sub-vector takes 2^bits distances: fewer tokens in a block.
+        for tokens in token_blocks((x.shape[0], x.shape[1], x.shape[2] << self.bits - 4)):
+            codes = vecinfer_quantize_metal(_transformed(x[:, tokens], unit, smooth), words, self.sub)
+            # Contiguous: packed bytes are a view of words eight times their size, which would stay until all blocks are joined.
+            blocks.append(mx.contiguous(pack(codes.astype(mx.uint8), self.bits)))
+            mx.eval(blocks[-1])
+        return mx.concatenate(blocks, axis=1)
+
+    def _peaks(self, x: mx.array) -> mx.array:
+        """Largest |x| of each channel, (H, D) float32; raises where a value is not finite, or too large."""
+        if backend() != "cpu":
+            self._check_finite(x)
+            peaks = mx.zeros((x.shape[0], x.shape[2]))
+            for tokens in token_blocks(x.shape):
+                peaks = mx.maximum(peaks, mx.max(mx.abs(x[:, tokens]), axis=1).astype(mx.float32))
+                mx.eval(peaks)
+            return peaks
+        found = peaks_of(x)
+        if not (found <= LARGEST).all():
+            self._check_finite(x)
+        return mx.array(found)
+
     def _learn(self, x: mx.array, unit: float, smooth: mx.array | None) -> mx.array:
         """(2^bits, sub) bfloat16 words, in units of u."""
         tokens = x.shape[1]
@@ -193,11 +223,7 @@ class VecInfer(Codec):
         points = np.array(_transformed(x[:, mx.array(picked)], unit, smooth)).reshape(-1, self.sub)
         if len(points) > _SAMPLE_POINTS:
             points = points[np.random.default_rng(_SEED).choice(len(points), _SAMPLE_POINTS, replace=False)]
-        # With no more distinct points than words, k-means would start from copies of some and miss others.
-        distinct = np.unique(points, axis=0)
-        return train_codebook(mx.array(distinct if len(distinct) <= 1 << self.bits else points), 1 << self.bits, self.sub).astype(
-            mx.bfloat16
-        )
+        return train_codebook(mx.array(worth_learning(points, 1 << self.bits)), 1 << self.bits, self.sub).astype(mx.bfloat16)
 
     def _check_dim(self, dim: int) -> None:
         if not self.takes(dim):
@@ -215,15 +241,6 @@ class _WordReader(NativeReader):
         constants = (("SUB", codec.sub), ("BITS", codec.bits))
         mx.eval(words, self.parts["codes"], [] if smooth is None else smooth)
         return CodedOperand("words", self.shape, (self.parts["codes"],), constants, staged=words, matrix=matrix, smooth=smooth)
-
-
-def _peaks(x: mx.array) -> mx.array:
-    """Largest |x| of each channel, (H, D) float32."""
-    peaks = mx.zeros((x.shape[0], x.shape[2]))
-    for tokens in token_blocks(x.shape):
-        peaks = mx.maximum(peaks, mx.max(mx.abs(x[:, tokens]), axis=1).astype(mx.float32))
-        mx.eval(peaks)
-    return peaks
 
 
 def _transformed(x: mx.array, unit: float, smooth: mx.array | None) -> mx.array:

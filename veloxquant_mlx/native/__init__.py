@@ -176,6 +176,16 @@ def stored(shape: tuple[int, int, int]) -> "_native.Stored":
     return _native.Stored(*shape)
 
 
+def floats(x: mx.array) -> "_native.Stored":
+    """Rows (H, S, D) of float16, bfloat16 or float32 where they are, if D is contiguous."""
+    memory = shared(x)
+    if memory.shape[2] > 1 and memory.strides[2] != memory.itemsize:
+        memory = packed(x)
+    rows = stored(tuple(x.shape))
+    rows.floats(memory, x.dtype == mx.bfloat16)
+    return rows
+
+
 def quantisers(first: np.ndarray, bits: np.ndarray, points: np.ndarray) -> "_native.Quantisers":
     """Those of components, as `codecs._components.Components.stored` gives them: checked once, for any number of `stored`."""
     return _native.Quantisers(first, bits, points)

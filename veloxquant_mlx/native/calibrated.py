@@ -17,16 +17,6 @@ from veloxquant_mlx.native.converting import WORDS
 BLOCK = 32  # tokens
 
 
-def rows(x: mx.array) -> Any:
-    """Rows (H, S, D) of floats as the extension reads them, where they are if D is contiguous."""
-    memory = native.shared(x)
-    if memory.shape[2] > 1 and memory.strides[2] != memory.itemsize:
-        memory = native.packed(x)
-    stored = native.stored(tuple(x.shape))
-    stored.floats(memory, x.dtype == mx.bfloat16)
-    return stored
-
-
 def key_coder(first: np.ndarray, mean: np.ndarray, forward: np.ndarray, kinds: np.ndarray, boundaries: Sequence[np.ndarray]) -> Any:
     """What codes keys.
 
@@ -66,19 +56,19 @@ def value_coder(
 def key_codes(coder: Any, x: mx.array, size: int) -> mx.array | None:
     """Codes (1, blocks, size) of keys; None where a value is not finite, or too large."""
     out = empty((1, -(-x.shape[1] // BLOCK), size), mx.uint8)
-    return out if coder.encode(rows(x), native.shared(out)) else None
+    return out if coder.encode(native.floats(x), native.shared(out)) else None
 
 
 def value_codes(coder: Any, x: mx.array, keys: mx.array, size: int) -> tuple[mx.array, np.ndarray] | None:
     """Codes (1, blocks, size) of values beside their decoded keys, and scales (H, S) float32; None as of `key_codes`."""
     out, sizes = empty((1, -(-x.shape[1] // BLOCK), size), mx.uint8), np.empty(x.shape[:2], np.float32)
-    return (out, sizes) if coder.encode(rows(x), rows(keys), native.shared(out), sizes) else None
+    return (out, sizes) if coder.encode(native.floats(x), native.floats(keys), native.shared(out), sizes) else None
 
 
 def values(coder: Any, stored: Any, keys: mx.array, dtype: mx.Dtype) -> mx.array:
     """Values (H, S, D) of codes and scales, beside their decoded keys; float16 is clipped to its finite numbers."""
     out = empty(tuple(keys.shape), WORDS[dtype])
-    coder.decode(stored, rows(keys), native.shared(out), dtype == mx.bfloat16)
+    coder.decode(stored, native.floats(keys), native.shared(out), dtype == mx.bfloat16)
     return out.view(dtype)
 
 

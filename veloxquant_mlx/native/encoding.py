@@ -46,8 +46,12 @@ def takes(x: mx.array) -> bool:
 
 def mean_over_tokens(x: mx.array, undo: Undo | None = None) -> mx.array:
     """(H, D) bfloat16 of rows (H, S, D); sums in float64."""
-    total = native.extension().sum_over_tokens(*_rows(x), _undo(undo))
-    return mx.array((total / x.shape[1]).astype(np.float32)).astype(mx.bfloat16)
+    return mx.array((sum_over_tokens(x, undo) / x.shape[1]).astype(np.float32)).astype(mx.bfloat16)
+
+
+def sum_over_tokens(x: mx.array, undo: Undo | None = None) -> np.ndarray:
+    """(H, D) float64 of rows (H, S, D)."""
+    return native.extension().sum_over_tokens(*_rows(x), _undo(undo))
 
 
 def rotated(
