@@ -62,6 +62,7 @@ def files(tmp_path: Path) -> list[Path]:
     ("method", "path"),
     [
         ("GET", "/v1/tenant"),
+        ("GET", "/v1/now"),
         ("GET", "/v1/objects"),
         ("GET", "/v1/objects/a"),
         ("HEAD", "/v1/objects/a"),

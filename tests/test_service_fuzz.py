@@ -29,6 +29,7 @@ METHODS = [
     ("GET", "/health"),
     ("GET", "/metrics"),
     ("GET", "/v1/tenant"),
+    ("GET", "/v1/now"),
     ("GET", "/v1/objects"),
     ("POST", "/v1/objects/sizes"),
     ("POST", "/v1/objects/used"),

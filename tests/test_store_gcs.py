@@ -102,3 +102,22 @@ def test_a_prompt_is_put_and_found(google: gcs.Google, tmp_path: Path, monkeypat
         restored = store.load(ids(29), model)
         assert restored is not None and restored.usable == 28 and not store.check().problems
     assert {key.split("/")[0] for key in google.objects} == {"store"}
+
+
+@pytest.mark.parametrize("days", [-2, 0, 2])
+def test_ages_are_by_the_servers_clock(google: gcs.Google, tmp_path: Path, days: int) -> None:
+    """A server whose clock is two days behind or ahead: what is on its way stays, what was given up goes, and so do descriptions."""
+    google.ahead = days * 86400.0
+    objects, hour = buckets.Buckets(URL), 3600.0
+    for name, age in (("given-up", 25 * hour), ("on-its-way", 23 * hour), ("new", 0.0)):
+        google.put(f"some/prefix/unfinished/{name}", name.encode(), None)
+        google.objects[f"some/prefix/unfinished/{name}"].date -= age
+    assert objects.sweep() == len("given-up")
+    assert {key.rpartition("/")[2] for key in google.objects} == {"on-its-way", "new"}
+    google.objects.clear()
+    for name, age in (("old", 70.0), ("new", 0.0)):
+        objects.write(f"models/{name}.json", b"{}")
+        google.objects[f"some/prefix/objects/models/{name}.json"].date -= age
+    # A put may be about to write what it describes.
+    assert Store(objects).room.collect() == 2
+    assert {entry.name for entry in objects.names()} == {"models/new.json"}

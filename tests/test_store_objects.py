@@ -177,6 +177,17 @@ def test_touch_is_seen(objects: Objects) -> None:
     assert used["used"] >= used["old"] + 1 and used["also"] >= used["old"] + 1 and len(used) == 3
 
 
+def test_now_is_by_the_clock_of_dates(objects: Objects, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects.write("a", b"x")
+    (entry,) = objects.names()
+    if request.node.callspec.params["objects"] not in ("folder", "encrypted-folder", "google"):
+        real = time.time  # of this process; the server's is another's
+        monkeypatch.setattr("time.time", lambda: real() + 86400)
+    # Servers know whole seconds.
+    assert -1.5 < objects.now() - entry.used < 30
+    assert [entry.name for entry in objects.names()] == ["a"] and objects.unfinished() == 0
+
+
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_odd_names(objects: Objects, name: str) -> None:
     for act in (

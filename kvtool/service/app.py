@@ -5,7 +5,7 @@ GET  /health                 200 while it answers
 GET  /metrics                for Prometheus; tokens with the right `operate`
 GET  /openapi.json           every route below
 GET  /v1/tenant              who the token belongs to, and the salt of its prompts' keys
-/v1/objects/...              objects by name: objects_routes
+/v1/objects/..., /v1/now     objects by name, and the clock that dates them: objects_routes
 /v1/lookup, explain, entries, stats     prompts: prompts_routes
 """
 

@@ -62,6 +62,12 @@ class Sizes(BaseModel):
     sizes: list[int | None]
 
 
+class Clock(BaseModel):
+    """Seconds since 1970 by the clock that objects' `used` is of."""
+
+    now: float
+
+
 def checked(name: str) -> str:
     """The name, if objects may have it.
 
@@ -121,6 +127,12 @@ async def head(objects: Reads, name: Named) -> Response:
     if size is None:
         return Response(status_code=404)
     return Response(headers={"Content-Length": str(size), **_fixed(name)}, media_type="application/octet-stream")
+
+
+@router.get("/now", responses=ERRORS)
+async def now(objects: Reads) -> Clock:
+    """What the clock says that objects' `used` is of: ages are by it, and not by a client's."""
+    return Clock(now=await run_in_threadpool(objects.now))
 
 
 @router.get(

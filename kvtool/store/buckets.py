@@ -71,6 +71,7 @@ class Buckets:
         self.name_key: bytes | None = None
         self._scratch = Scratch()
         self._touched: dict[str, float] = {}
+        self._ahead: float | None = None  # of this machine's monotonic clock
         allow_http = os.environ.get(f"{SCHEMES[scheme]}_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
         options: dict[str, Any] = {
             "client_options": {
@@ -228,10 +229,21 @@ class Buckets:
     def unfinished(self) -> int:
         return sum(size for _, size, _ in self._listed("unfinished", "")) + self._scratch.bytes()
 
+    def now(self) -> float:
+        if self._ahead is None:
+            # Nothing but an object's date shows a client the server's clock; afterwards this machine counts on.
+            asked, key = time.monotonic(), f"unfinished/{secrets.token_hex(16)}"
+            with _errors(self.url):
+                obstore.put(self._store, key, b"", use_multipart=False)
+                self._ahead = obstore.head(self._store, key)["last_modified"].timestamp() - asked
+                obstore.delete(self._store, key)
+        return self._ahead + time.monotonic()
+
     def sweep(self) -> int:
-        freed = 0
-        for name, size, date in list(self._listed("unfinished", "")):
-            if time.time() - date > _ABANDONED:
+        freed, found = 0, list(self._listed("unfinished", ""))
+        now = self.now() if found else 0.0
+        for name, size, date in found:
+            if now - date > _ABANDONED:
                 with _errors(self.url), contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._store, f"unfinished/{name}")
                 freed += size

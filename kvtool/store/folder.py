@@ -17,6 +17,7 @@ import secrets
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -228,6 +229,9 @@ class Folder:
         for name in names:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.utime(self._file(name), follow_symlinks=False)
+
+    def now(self) -> float:
+        return time.time()
 
     def unfinished(self) -> int:
         # A file between link and unlink has two names: it counts as the object that it is.

@@ -241,6 +241,9 @@ class LocalCopy:
         self.local.touch(*names)
         self.remote.touch(*names)
 
+    def now(self) -> float:
+        return self.remote.now()
+
     def unfinished(self) -> int:
         return self.remote.unfinished() + self.local.unfinished()
 

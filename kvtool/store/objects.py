@@ -89,6 +89,9 @@ class Objects(Protocol):
     def touch(self, *names: str) -> None:
         """Record that objects were used now; nothing happens where one is gone."""
 
+    def now(self) -> float:
+        """Seconds since 1970 by the clock that `Entry.used` is of, a server's where objects are on one: this machine's may be another."""
+
     def unfinished(self) -> int:
         """Bytes that writers hold beyond the objects: files being written, and what writers that died left."""
 

@@ -151,7 +151,7 @@ class Room:
 
     def _going(self, catalogue: Catalogue, keep: frozenset[str]) -> Iterator[tuple[str, int]]:
         """Names and bytes: first what no prompt needs, then rows."""
-        spaces, now = self._known.spaces(), time.time()
+        spaces, now = self._known.spaces(), self.objects.now()
         for entry in [*catalogue.strangers(), *catalogue.unneeded(spaces, now)]:
             if entry.name not in keep:
                 yield entry.name, entry.size
@@ -168,7 +168,7 @@ class Room:
     def collect(self) -> int:
         """Remove what no prompt can reach, and what nothing needs any more, once it is GRACE seconds old; the bytes freed."""
         spaces = self._known.spaces()
-        catalogue, now = Catalogue(self.objects.names()), time.time()
+        catalogue, now = Catalogue(self.objects.names()), self.objects.now()
         roots = catalogue.roots()
         lost = [held for held in catalogue.held.values() if now - held.used > GRACE and roots[held.node.name] is None]
         freed = sum(self._remove(held.node.name, held.size) for held in sorted(lost, key=lambda held: -held.node.start))

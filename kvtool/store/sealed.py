@@ -180,6 +180,9 @@ class Sealed:
     def touch(self, *names: str) -> None:
         self.inner.touch(*names)
 
+    def now(self) -> float:
+        return self.inner.now()
+
     def unfinished(self) -> int:
         return self.inner.unfinished() + self._scratch.bytes()
 

@@ -170,6 +170,12 @@ class Served:
         if names:
             self._json("POST", "/objects/used", body={"names": [check_name(name) for name in names]})
 
+    def now(self) -> float:
+        now = self._json("GET", "/now", "now")["now"]
+        if type(now) not in (int, float):
+            raise self._strange("GET", "/now", "seconds since 1970")
+        return float(now)
+
     def unfinished(self) -> int:
         return 0  # the service's own affair
 

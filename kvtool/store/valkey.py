@@ -74,6 +74,7 @@ local now = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'used', now[1] .. '.' .. string.format('%06d', now[2]))
 return 1
 """
+_NOW = "local now = redis.call('TIME') return now[1] .. '.' .. string.format('%06d', now[2])"
 
 
 class Valkey:
@@ -250,6 +251,10 @@ class Valkey:
                 pipe.strlen(key)
             found = pipe.execute()
             yield from zip(batch, found[1::2], found[::2], strict=True)
+
+    def now(self) -> float:
+        with _errors(self.url):
+            return float(self._client.eval(_NOW, 1, self._key("now")))
 
     def unfinished(self) -> int:
         with _errors(self.url):
