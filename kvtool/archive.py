@@ -83,6 +83,7 @@ class Restored:
         usable: tokens whose keys and values are in `cache`.
         notes: what a caller should know: casts of dtype, which layers attend to codes and which do not, and why.
         layers: where each layer lives.
+        quality: the lossy steps behind the rows, with the errors that the file records of them.
     """
 
     cache: list[Any]
@@ -90,6 +91,7 @@ class Restored:
     usable: int
     notes: tuple[str, ...]
     layers: tuple[Placement, ...] = ()
+    quality: tuple[dict[str, Any], ...] = ()
 
     def fork(self, count: int) -> list["Restored"]:
         """Caches that go on from here each by itself, over one copy of what is there: `count` of them, besides this one.
@@ -425,7 +427,7 @@ class Archive:
         # That a lossless file is decoded goes without saying.
         notes = placement_notes(placed) if any(p.codes or p.lossy for p in placed) else ()
         notes = (*self.identity_notes(model), *cast_note(casts), *notes)
-        return Restored(cache, self.tokens, self.length, notes, tuple(placed))
+        return Restored(cache, self.tokens, self.length, notes, tuple(placed), self.manifest.quality)
 
     def identity_notes(self, model: LoadedModel) -> tuple[str, ...]:
         """What was accepted although the model differs, and what could not be compared."""

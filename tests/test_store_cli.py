@@ -1,11 +1,13 @@
 """`kvtool store`, `export --store` and `import --store`: exit codes, JSON, and that a prompt is run once."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from formats.container import open_container
 from kvtool.cli import run
 from kvtool.cli._common import Size
 
@@ -59,6 +61,35 @@ def test_import_runs_what_is_not_there_and_puts_it(prompts: Path, tmp_path: Path
     found = out(capsys, "store", "get", str(prompts), *MODEL, "--prompt", longer, "-o", str(output))
     assert found["tokens"] == second["usable_tokens"] and found["codec"].startswith("rvq-4")
     assert run(["check", str(output)]) == 0
+
+
+def test_codec_and_error_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By every command that puts, loads or lists, in text and in JSON: the errors that the files record."""
+    where, single = str(tmp_path / "s"), tmp_path / "a.kv"
+    assert run(["export", *MODEL, "--prompt", PROMPT, "--codec", "rvq-4", "-o", str(single)]) == 0
+    with open_container(single) as reader:
+        want = reader.manifest.quality[0]
+    put = ["export", *MODEL, "--prompt", PROMPT, "--codec", "rvq-4", "--store", where]
+    new = out(capsys, *put)
+    again = out(capsys, *put)  # of which nothing is written: what its end's file says
+    got = out(capsys, "store", "get", where, *MODEL, "--prompt", PROMPT, "-o", str(tmp_path / "b.kv"))
+    back = out(capsys, "import", "--store", where, *MODEL, "--prompt", PROMPT + WORDS, "--max-tokens", "1", "--no-put")
+    entries = listed(capsys, Path(where))
+    assert len(entries) == new["chunks"] + 1
+    for found in (new, again, got, back, *entries):
+        assert found["codec"].startswith("rvq-4") and [step["step"] for step in found["quality"]] == ["encode"]
+        for role in ("k", "v"):
+            assert found["quality"][0][f"{role}_relative_error"] == pytest.approx(want[f"{role}_relative_error"], rel=0.1)
+    (end,) = (entry["quality"][0] for entry in entries if entry["kind"] == "tail")
+    assert new["quality"] == got["quality"] and again["quality"][0]["k_relative_error"] == end["k_relative_error"]
+    for command in (put, ["store", "get", where, *MODEL, "--prompt", PROMPT, "-o", str(tmp_path / "b.kv")], ["store", "ls", where]):
+        capsys.readouterr()
+        assert run(command) == 0
+        assert re.search(r"rvq-4.*keys 0\.00[0-9]+, values 0\.0", capsys.readouterr().out, re.DOTALL)
+    capsys.readouterr()
+    assert run(["import", "--store", where, *MODEL, "--prompt", PROMPT + WORDS, "--max-tokens", "1", "--no-put"]) == 0
+    said = capsys.readouterr().err
+    assert "error / energy: keys 0.00" in said and f"from {where} (rvq-4)" in said
 
 
 def test_import_exact_gives_the_text_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -290,13 +290,19 @@ def put_lines(report: "PutReport") -> str:
     lines = [f"{report.id}: {report.tokens} tokens, codec {report.codec}"]
     shared = f"{report.chunks} whole chunks and its end" if report.whole is None else f"in one piece: {report.whole}"
     lines.append(f"  {shared}; {report.new} new, {report.bytes:,} bytes")
+    lines += [f"  {quality_line(step)}" for step in report.quality]
     return "\n".join(lines)
+
+
+def error_figures(step: dict[str, Any]) -> list[str]:
+    """Squared error over energy of keys and values, as an entry of a quality record has them."""
+    roles = (("keys", step.get("k_relative_error")), ("values", step.get("v_relative_error")))
+    return [f"{label} {figure:.3g}" for label, figure in roles if isinstance(figure, int | float)]
 
 
 def quality_line(step: dict[str, Any]) -> str:
     """One entry of a file's quality record as text."""
-    roles = (("keys", step.get("k_relative_error")), ("values", step.get("v_relative_error")))
-    figures = [f"{label} {figure:.3g}" for label, figure in roles if isinstance(figure, int | float)]
+    figures = error_figures(step)
     before = ", of what mlx-lm had quantised" if step.get("requantised") else ""
     none = step["note"] if isinstance(step.get("note"), str) else "no added error"
     error = f"squared error / energy: {', '.join(figures)}" if figures else none

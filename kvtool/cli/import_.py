@@ -178,17 +178,20 @@ def command(
             resumed = resume(
                 store, tokens, model, codec=codec, calibration=calibration, put=not no_put, every=every, decode=decode, progress=progress
             )
-        for remark in resumed.notes:
+        for remark in (*map(quality_line, resumed.quality), *resumed.notes):
             note(remark)
         about: dict[str, Any] = {
             "usable_tokens": resumed.usable,
             "prefilled_tokens": resumed.ran,
+            "codec": resumed.codec,
+            "quality": list(resumed.quality),
             "put": None if resumed.put is None else asdict(resumed.put),
             "load_seconds": round(time.perf_counter() - start, 4),
             "notes": list(resumed.notes),
         }
-        joined = "nothing put" if resumed.put is None else f"{counted(resumed.put.new, 'object')} put"
-        line = f"{resumed.usable} of {len(tokens)} tokens from {where}, {resumed.ran} run, {joined}"
+        joined = "nothing put" if resumed.put is None else f"{counted(resumed.put.new, 'object')} put as {resumed.put.codec}"
+        coded = "" if resumed.codec is None else f" ({resumed.codec})"
+        line = f"{resumed.usable} of {len(tokens)} tokens from {where}{coded}, {resumed.ran} run, {joined}"
         _generate(model, resumed.cache, [resumed.last], max_tokens, temperature, about, line, as_json)
         return
     assert source is not None

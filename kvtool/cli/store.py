@@ -18,12 +18,14 @@ from kvtool.cli._common import (
     counted,
     dtype_option,
     emit,
+    error_figures,
     json_option,
     model_option,
     note,
     opened,
     printable,
     put_lines,
+    quality_line,
     quota_option,
     read_text,
     read_tokens,
@@ -80,24 +82,34 @@ def keygen(path: str) -> None:
 @click.option("--chunks", is_flag=True, help="List every chunk, not only the ends of prompts.")
 @json_option
 def ls(where: str, chunks: bool, as_json: bool) -> None:
-    """List what a store holds, the last used first.
+    """List what a store holds, the last used first, with the error that each file records (squared, over the energy).
 
     \b
     Example:
       kvtool store ls prompts --chunks
     """
-    with opened(where) as store:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from kvtool.store.measured import measured
+
+    with opened(where) as store, ThreadPoolExecutor(16) as pool:
         entries = sorted(store.entries(), key=lambda entry: -entry.used)
-    shown = [entry for entry in entries if chunks or entry.kind == "tail"]
+        shown = [entry for entry in entries if chunks or entry.kind == "tail"]
+        quality = list(pool.map(lambda entry: measured(store.objects, entry.name), shown))
     ends, chunked = (sum(entry.kind == kind for entry in entries) for kind in ("tail", "chunk"))
     lines = [f"{where}: {counted(ends, 'prompt')}, {counted(chunked, 'chunk')}"]
-    for entry in shown:
+    for entry, steps in zip(shown, quality, strict=True):
         used = datetime.fromtimestamp(entry.used, UTC).isoformat(sep=" ", timespec="seconds")[:19]
         rows = f"tokens {entry.start} to {entry.start + entry.tokens}"
         pinned = "  pinned" if entry.pinned else ""
         about = f"{entry.kind:5}  {rows:22}  {entry.bytes:>13,} bytes  {used}  {entry.model}  {entry.codec}"
+        about += "".join(f"  error {', '.join(figures)}" for step in (steps or ())[-1:] if (figures := error_figures(step)))
         lines.append(f"  {entry.id[:12]}  {printable(about)}{pinned}")
-    emit(as_json, {"store": where, "entries": [asdict(entry) for entry in shown]}, "\n".join(lines))
+    emit(
+        as_json,
+        {"store": where, "entries": [asdict(entry) | {"quality": steps} for entry, steps in zip(shown, quality, strict=True)]},
+        "\n".join(lines),
+    )
 
 
 @command.command("stats")
@@ -254,6 +266,7 @@ def get(
     text = read_text(prompt_file) if prompt_file is not None else prompt
 
     from formats.errors import IncompatibleError
+    from kvtool.archive import open as open_archive
     from kvtool.capturing import encode_prompt
     from kvtool.model import load_model
 
@@ -266,7 +279,10 @@ def get(
     data = {"store": where, "path": output, "tokens": match.usable, "prompt_tokens": len(prompt_ids), "codec": match.space.codec}
     turned = ", keys turned to this model's rotation" if match.recode else ""
     text = f"{output}: {match.usable} of {len(prompt_ids)} tokens, codec {match.space.codec}{turned}"
-    emit(as_json, {**data, "id": match.id, "turned": match.recode}, text)
+    with open_archive(output) as archive:
+        quality = list(archive.manifest.quality)
+    lines = [text, *(f"  {quality_line(step)}" for step in quality)]
+    emit(as_json, {**data, "id": match.id, "turned": match.recode, "quality": quality}, "\n".join(lines))
 
 
 @command.command("rm")

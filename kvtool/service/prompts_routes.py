@@ -8,7 +8,6 @@ from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
 from kvtool.service.access import Its, Known, Reads
-from kvtool.service.described import measured
 from kvtool.service.errors import Refused
 from kvtool.service.objects_routes import ERRORS
 from kvtool.service.partition import Partition
@@ -16,6 +15,7 @@ from kvtool.store.described import Descriptions
 from kvtool.store.finding import lines
 from kvtool.store.keys import Space
 from kvtool.store.listing import Listed
+from kvtool.store.measured import measured
 from kvtool.store.store import Store
 
 router = APIRouter(prefix="/v1", tags=["prompts"])

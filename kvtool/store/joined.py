@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -60,7 +60,7 @@ class Joined(Reader):
             codecs=tuple(self._codecs.entries),
             ropes=tuple(self._ropes.entries),
             tokens=Tokens.of([i for part in parts for i in (part.manifest.tokens.ids if part.manifest.tokens else ())]),
-            quality=quality_of([part.manifest for part in parts]),
+            quality=quality_of([(part.manifest.length, part.manifest.quality) for part in parts]),
             producer=dict(first.producer),
             extra={key: value for key, value in first.extra.items() if key != "store"},
         )
@@ -250,14 +250,14 @@ class _Layer:
         return replace(self.first, offset=self.offset, positions=((self.first.positions[0][0], self.stop),))
 
 
-def quality_of(parts: Sequence[Manifest]) -> tuple[dict[str, Any], ...]:
-    """The lossy steps of all parts: each once, but for the coding itself, whose error is the mean over the tokens that were coded."""
+def quality_of(parts: Iterable[tuple[int, Iterable[dict[str, Any]]]]) -> tuple[dict[str, Any], ...]:
+    """The lossy steps of parts, given with their tokens: each once, but for the coding itself, whose error is the mean over tokens."""
     steps: dict[str, dict[str, Any]] = {}
     coded: list[tuple[int, dict[str, Any]]] = []
-    for part in parts:
-        for entry in part.quality:
-            if entry["step"] == "encode":
-                coded.append((part.length, entry))
+    for length, quality in parts:
+        for entry in quality:
+            if entry.get("step") == "encode":
+                coded.append((length, entry))
             else:
                 steps.setdefault(json.dumps(entry, sort_keys=True), entry)
     if not coded:

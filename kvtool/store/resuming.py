@@ -38,6 +38,8 @@ class Resumed:
         ran: tokens that the model ran.
         put: what joined the store, None where nothing did.
         notes: what a caller should know, why nothing did among it.
+        codec: of what came out of the store, None where nothing did.
+        quality: its lossy steps, with the errors that its files record.
     """
 
     cache: list[Any]
@@ -46,6 +48,8 @@ class Resumed:
     ran: int
     put: PutReport | None
     notes: tuple[str, ...]
+    codec: str | None = None
+    quality: tuple[dict[str, Any], ...] = ()
 
 
 def resume(
@@ -164,7 +168,8 @@ def resume(
         report = keep(_since(model, cache, begin, usable, target.space))
         for one, growth in zip(growing, growths, strict=True):
             one.growth = growth
-    return Resumed(cache, last, usable, len(begin) - usable, report, notes)
+    codec, quality = (None, ()) if restored is None else (found[0].space.codec, restored.quality)
+    return Resumed(cache, last, usable, len(begin) - usable, report, notes, codec, quality)
 
 
 @dataclass(frozen=True)

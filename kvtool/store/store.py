@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,9 +22,11 @@ from kvtool.store.addresses import open_objects
 from kvtool.store.checking import CheckReport, check
 from kvtool.store.described import Descriptions
 from kvtool.store.finding import Match, matches
+from kvtool.store.joined import quality_of
 from kvtool.store.keys import CHUNK, Space, chunk_name, node_of, tail_name
 from kvtool.store.listing import Listed, listed
 from kvtool.store.local_copy import LocalCopy
+from kvtool.store.measured import measured
 from kvtool.store.objects import Objects
 from kvtool.store.opening import Lost, alive, write
 from kvtool.store.room import Room
@@ -48,6 +51,8 @@ class PutReport:
         bytes: written, what describes them included.
         whole: why the prompt is kept in one piece, None where it is cut.
         notes: what of the snapshot is not kept.
+        quality: the lossy steps, with their measured errors, behind what was written now; where nothing was, behind the prompt's end. A
+            mean over objects. Empty of what is exact, or cannot be read.
     """
 
     id: str
@@ -58,6 +63,7 @@ class PutReport:
     bytes: int
     whole: str | None = None
     notes: tuple[str, ...] = ()
+    quality: tuple[dict[str, Any], ...] = ()
 
 
 class Store:
@@ -137,6 +143,7 @@ class Store:
         pieces = _pieces(space, snapshot, plan.recent, whole is not None)
         keep, held = frozenset(piece.name for piece in pieces), first_row(snapshot)
         new = size = 0
+        steps: dict[str, tuple[int, tuple[dict[str, Any], ...]]] = {}  # of what was written
         # Again where another process evicts a chunk while later ones are written.
         for _ in range(ATTEMPTS):
             size += self.known.write(self.room.write, space, snapshot, tables, model)
@@ -148,7 +155,8 @@ class Store:
                     raise ValueError(f"[put] the snapshot must begin at or before what is missing, but it begins at {held} and {lacking}.")
                 extra = {"store": {"space": space.key, "parent": piece.parent, "start": piece.start, "recent": piece.recent}}
                 produce = partial(
-                    write_piece,
+                    _written,
+                    steps,
                     snapshot=snapshot,
                     piece=piece,
                     plan=plan,
@@ -168,7 +176,9 @@ class Store:
         assert last is not None
         why = "a store keeps keys and values alone"
         notes = () if not snapshot.inputs else (inputs_left_out(snapshot.inputs, snapshot.model.name, why),)
-        return PutReport(last.id, plan.full_spec(), snapshot.length, sum(not p.tail for p in pieces), new, size, whole, notes)
+        chunks = sum(not piece.tail for piece in pieces)
+        quality = quality_of(steps.values() or [(1, measured(self.objects, pieces[-1].name) or ())])
+        return PutReport(last.id, plan.full_spec(), snapshot.length, chunks, new, size, whole, notes, quality)
 
     def lookup(self, tokens: Sequence[int], model: LoadedModel, *, ends: bool = True, space: str | None = None) -> Match | None:
         """The longest beginning of these tokens that is here for a model, of any codec; None where there is none.
@@ -343,6 +353,11 @@ class Store:
         total = sum(kind["bytes"] for kind in kinds.values()) + unfinished
         counts = {**self.counts, "evicted": self.room.evicted}
         return {"kinds": kinds, "unfinished_bytes": unfinished, "bytes": total, "quota": self.room.quota, **counts}
+
+
+def _written(steps: dict[str, tuple[int, tuple[dict[str, Any], ...]]], path: Path, snapshot: Snapshot, piece: Piece, **how: Any) -> None:
+    """Write a piece, and take down what its file records."""
+    steps[piece.name] = (piece.stop - piece.start, write_piece(path, snapshot, piece, **how))
 
 
 def _checked(tokens: Sequence[int]) -> list[int]:

@@ -78,7 +78,7 @@ def write_piece(
     model: LoadedModel | None,
     extra: dict[str, Any],
     whole: bool,
-) -> None:
+) -> tuple[dict[str, Any], ...]:
     """Write rows of a snapshot as a container file whose bytes depend on nothing but these rows, the plan and the versions of the code.
 
     Args:
@@ -86,6 +86,8 @@ def write_piece(
         calibration, model: as `kvtool.save` takes them.
         extra: what the file is to say of its place in the store.
         whole: the piece is the whole snapshot.
+    Returns:
+        The lossy steps that the file records.
     """
     assert snapshot.tokens is not None
     plan = replace(plan, recent=piece.recent)
@@ -101,7 +103,8 @@ def write_piece(
     # The same model has many names, and a chunk's bytes are the same under each.
     who = replace(snapshot.model, sketch=None, name=f"{snapshot.model.architecture} {str(snapshot.model.weights)[:12]}")
     length = piece.stop - piece.start
-    write_archive(path, who, ids, length, layers, encoder, snapshot.history, extra=extra, binding=binding)
+    report = write_archive(path, who, ids, length, layers, encoder, snapshot.history, extra=extra, binding=binding)
+    return (*snapshot.history, *([report.quality] if report.quality else []))
 
 
 def _rows(state: CacheState, start: int, stop: int) -> CacheState:
