@@ -1,4 +1,4 @@
-"""The kernels by which live caches attend to components on CUDA, against float64: their text in the emulation, or on a GPU."""
+"""The kernels by which live caches attend to components on a GPU, against float64: their texts in the emulations, or on a GPU."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +11,15 @@ import pytest
 
 from tests.component_cases import CASES, LARGE, TILES, ComponentCase, make, problem
 from tests.cuda_emulation.emulator import EmulatedCuda, unavailable
+from tests.metal_emulation import emulator as metal_emulation
+from tests.metal_emulation.emulator import EmulatedMetal, MetalFault
 from tests.tc_cases import bound, exact, layer
 from tests.test_kernel_cuda import NVCC, compile_text, translation_unit
 from veloxquant_mlx.caches import blocks
 from veloxquant_mlx.caches.blocks import Block, CodedRows
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.metal import _component_attend
 from veloxquant_mlx.metal._backend import backend, forced
 from veloxquant_mlx.metal._component_attend import component_attend
 from veloxquant_mlx.metal._kernel import Kernel, using
@@ -39,21 +42,64 @@ def dispatches(cases: Sequence[ComponentCase]) -> list[Dispatch]:
 
 
 @contextmanager
-def emulated() -> Iterator[None]:
-    """CUDA, or the emulation of it."""
-    if backend() == "cuda":
+def emulated(name: str) -> Iterator[None]:
+    """A back end, or the emulation of it."""
+    if backend() == name:
         yield
         return
-    if backend() == "metal" or unavailable():
-        pytest.skip(unavailable() or "MLX has a GPU without CUDA")
-    with using(EmulatedCuda()), forced("cuda"):
+    reason = unavailable() if name == "cuda" else metal_emulation.unavailable()
+    if backend() != "cpu" or reason:
+        pytest.skip(reason or f"MLX has a GPU without {name}")
+    with using(EmulatedCuda() if name == "cuda" else EmulatedMetal()), forced(name):
         yield
 
 
+@pytest.mark.parametrize("name", ["cuda", "metal"])
 @pytest.mark.parametrize("case", (*CASES, *TILES), ids=lambda case: case.name)
-def test_against_float64(case: ComponentCase) -> None:
-    with emulated():
+def test_against_float64(case: ComponentCase, name: str) -> None:
+    with emulated(name):
         assert problem(case) is None
+
+
+def test_points_beyond_threadgroup_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Metal they stay where they are."""
+    monkeypatch.setattr(_component_attend, "NEAR_POINTS", 10)
+    with emulated("metal"):
+        assert problem(CASES[0]) is None
+
+
+# Name: (text of Metal, what becomes of it, case).
+FAULTS = {
+    "a bit of the second word lost": ("code |= words[1] << (32 - shift);\n    }\n    return points", "}\n    return points", CASES[0]),
+    "components of another part": ("back + size_t(part + i) * D", "back + size_t(i) * D", TILES[0]),
+    "halves not turned": ("metal::fma(cosine, a, -sine * b)", "metal::fma(cosine, a, sine * b)", CASES[0]),
+    "angle of another token": ("(share + t) * 8 + column + e)", "(share + t) * 8 + e)", CASES[0]),
+    "one share alone": ("w * SHARES + int(lane) / (8 * EACH)", "w * SHARES", CASES[0]),
+    "no barrier before the parts are read": (
+        "ulong2(0, 0), false);\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "ulong2(0, 0), false);\n    }",
+        CASES[0],
+    ),
+    "a pair beyond the last": ("if (pair0 + o * STRIDE < PAIRS)", "if (true)", CASES[1]),
+    "stream out of step": ("have += 32 - bits", "have += 31 - bits", CASES[0]),
+    "weights of another split": ("row * splits + i", "row * splits", CASES[8]),
+    "size of another token": ("sizes.at(head, heads, block, int(lane))", "sizes.at(head, heads, block, 0)", CASES[0]),
+    "rows beyond a column": ("r < rows && span.has(place)", "span.has(place)", CASES[0]),
+}
+
+
+@pytest.mark.skipif(backend() == "metal" or metal_emulation.unavailable() is not None, reason="runs in the emulation of Metal")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str) -> None:
+    old, new, case = FAULTS[fault]
+    reached: list[str] = []
+    with using(EmulatedMetal(mutate=lambda text: reached.append(text) or text.replace(old, new))), forced("metal"):
+        try:
+            found = problem(case)
+        except MetalFault as error:
+            found = str(error)
+    assert any(old in text for text in reached)
+    assert found is not None and "does not compile" not in found
 
 
 @pytest.mark.skipif(backend() != "cuda", reason="MLX sees no CUDA GPU")
@@ -87,7 +133,10 @@ HEADS, GROUP, ROWS, FIRST = 2, 2, 90, 9
 
 
 @pytest.mark.parametrize(("spec", "dim", "pairing"), [("tc-2", 64, "half"), ("tc-3.5", 16, "interleaved"), ("tc-2:carry", 32, None)])
-def test_a_block_goes_to_the_kernels_as_tc_stores_it(spec: str, dim: int, pairing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["cuda", "metal"])
+def test_a_block_goes_to_the_kernels_as_tc_stores_it(
+    spec: str, dim: int, pairing: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys and values of the codes in float64, turned by RoPE's definition."""
     codecs, rows, shape = bound(spec, HEADS, dim, ROWS), layer(ROWS, 7, HEADS, dim), (HEADS, ROWS, dim)
     x, w = (mx.array(np.ascontiguousarray(a.swapaxes(0, 1)).astype(np.float32)) for a in (rows.k, rows.v))
@@ -110,7 +159,7 @@ def test_a_block_goes_to_the_kernels_as_tc_stores_it(spec: str, dim: int, pairin
     want = p @ values / p.sum(axis=-1, keepdims=True)
     called: list[str] = []
     monkeypatch.setattr(blocks, "component_attend", lambda *given: called.append("kernel") or component_attend(*given))
-    with emulated():
+    with emulated(name):
         assert block.unfused is None
         out, lse = block.attend_tiles(mx.array(q), Visibility.of("causal", HEADS * GROUP, HEADS, 2, block.count, 0), 0, 64)
         mx.eval(out, lse)
@@ -125,5 +174,3 @@ def test_what_the_kernels_do_not_read_says_so() -> None:
     with forced("cuda"):
         assert blocks.unfused(k, v, (64, 64), None) is None
         assert blocks.unfused(k, other, (64, 64), None) == "the kernel for tc attends to keys and values of tc together, not to tc and rvq"
-    with forced("metal"):
-        assert blocks.unfused(k, v, (64, 64), None) == "the kernel for the codes of tc is CUDA's"

@@ -54,7 +54,6 @@ from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS
 from veloxquant_mlx.codecs._rotation import native_factors, rotate, unrotate
 from veloxquant_mlx.codecs.tc_reading import FAR, WILD, TcKeyRows, TcValueRows
-from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.native import calibrated, converting, encoding
 
 CARRIED = "carried"
@@ -273,7 +272,7 @@ class Tc(Codec):
         return (TcKeyRows if self.role == "k" else TcValueRows)(self, self.checked(parts, shape), shape)
 
     def unfused(self, dim: int, rotated: bool) -> str | None:
-        return None if backend() == "cuda" else f"the kernel for the codes of {self.id} is CUDA's"
+        return None
 
     @cached_property
     def key_widths(self) -> np.ndarray:

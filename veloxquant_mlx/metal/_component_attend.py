@@ -1,4 +1,4 @@
-"""Attention of a few queries to keys and values coded in components of unlike widths, on CUDA: no decoded row in memory.
+"""Attention of a few queries to keys and values coded in components of unlike widths, on a GPU: no decoded row in memory.
 
     k[j]   = basis^T y[j] + mean                                y: components of the keys, of each head
     v[j]   = size[j] z[j] matrix + mix^T y[j] + constant        z: of the values; y: those of the keys of all heads
@@ -10,10 +10,12 @@ for the queries of all heads. What is linear in the sums is done to them, once.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import check_array, require
 from veloxquant_mlx.metal._kernel import Kernel, Template, kept_dims, unused
 
@@ -29,6 +31,8 @@ SUMS_MEMORY = TILE_MEMORY + 4 * TILE_ROWS * (TILE_DIM + 1)
 BLOCKS = 132  # multiprocessors of an H100 or H200
 GROUPS = 528  # threadgroups that fill a large GPU: four on each multiprocessor of an H200
 MAX_SPLITS = 256
+COLUMNS = 4  # most of 8 queries, of sums
+NEAR_POINTS = 2048  # most that go to threadgroup memory, on Metal
 SIZE_BITS = 6
 NAME = "component_attend"
 
@@ -95,6 +99,13 @@ class ComponentKeys:
     components: Components
     basis: mx.array
 
+    @cached_property
+    def padded(self) -> mx.array:
+        """The basis and 8 rows of zeros, for kernels that read 8 at a time."""
+        made = mx.pad(self.basis, ((0, 8), (0, 0)))
+        mx.eval(made)
+        return made
+
 
 @dataclass(frozen=True, eq=False)
 class ComponentValues:
@@ -136,7 +147,38 @@ SUMS = Kernel(
 kvtool::component_sums<OWN>(scores, tops, dims, first, sums, totals, {codes, quantisers, points}, {scales, sizes}, weights);""",
 )
 
-# The same on tensor cores, for rows of 128 channels.
+
+def _on_metal(near: bool) -> tuple[Kernel, Kernel]:
+    """Both for Metal, with the points in threadgroup memory or not."""
+    stages = [
+        f"""threadgroup float near_points[{NEAR_POINTS}];
+kvtool::component_stage(points, near_points, dims[{count}], thread_index_in_threadgroup, {simds} * 32);
+"""
+        if near
+        else ""
+        for count, simds in ((8, WARPS), (9, "NSG"))
+    ]
+    flag = str(near).lower()
+    codes = f"const kvtool::ComponentCodes<{flag}> coded{{codes, quantisers, {'near_points' if near else 'points'}}};\n"
+    place = "threadgroup_position_in_grid.x, threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
+    scores = f"""threadgroup float y[2048];
+threadgroup float parts[2048];
+{stages[0]}{codes}kvtool::component_scores<D, ROPE, MASKED>(
+    q, angles, mask, dims, first, basis, scores, tops, coded, y, parts, {place});"""
+    sums = f"""threadgroup float weights[WEIGHTS];
+{stages[1]}{codes}const kvtool::ComponentSizes held{{scales, sizes}};
+kvtool::component_sums<OWN, COLUMNS, NSG>(
+    scores, tops, dims, first, sums, totals, coded, held, weights, {place});"""
+    sources = ("attend", "coded", "components")
+    return (
+        Kernel(SCORES.name, SCORES.inputs, SCORES.outputs, sources, scores, ""),
+        Kernel(SUMS.name, SUMS.inputs, SUMS.outputs, sources, sums, ""),
+    )
+
+
+_METAL = {near: _on_metal(near) for near in (False, True)}
+
+# The same on CUDA's tensor cores, for rows of 128 channels.
 _TILE_SOURCES = ("attend", "coded", "coded_rows", "decode_parts", "coded_parts", "components", "component_tiles", "one_block")
 TILE_SCORES = Kernel(
     "component_tile_scores",
@@ -191,7 +233,7 @@ def component_attend(
 
 def _tiles(components: Components) -> bool:
     """Whether the kernels for tensor cores are those for such rows."""
-    return components.shape[2] == TILE_DIM and components.points.size <= TILE_POINTS
+    return backend() == "cuda" and components.shape[2] == TILE_DIM and components.points.size <= TILE_POINTS
 
 
 def _scores(
@@ -216,10 +258,11 @@ def _scores(
         points,
     )
     template: Template = [("ROPE", angles is not None), ("MASKED", mask is not None)]
-    return (TILE_SCORES if fast else SCORES)(
+    on_metal = backend() == "metal"
+    return (_METAL[points <= NEAR_POINTS][0] if on_metal else TILE_SCORES if fast else SCORES)(
         [
             *(q, unused() if angles is None else angles, unused(mx.bool_) if mask is None else mask, kept_dims(*sizes)),
-            *(components.first, k.basis, components.codes, components.quantisers, components.points),
+            *(components.first, k.padded if on_metal else k.basis, components.codes, components.quantisers, components.points),
         ],
         template=template if fast else [("D", dim), *template],
         grid=(groups * WARPS * 32, splits, 1),
@@ -238,7 +281,9 @@ def _sums(
     every = scores.shape[0]
     queries = every if v is None else every // heads
     fast = _tiles(components)
-    columns = min(-(-queries // ROWS), TILE_ROWS // ROWS) if fast else 1
+    on_metal = backend() == "metal"
+    columns = min(-(-queries // ROWS), COLUMNS) if fast or on_metal else 1
+    simds = -(-dim // 32) if on_metal else WARPS
     groups = heads * -(-queries // (ROWS * columns))
     splits = _splits(groups, start, count, splits, fast)
     sizes = (
@@ -254,14 +299,21 @@ def _sums(
         components.points.size,
     )
     template: Template = [("OWN", v is not None)]
-    sums, totals = (TILE_SUMS if fast else SUMS)(
+    if on_metal:
+        kernel = _METAL[components.points.size <= NEAR_POINTS][1]
+        template = [*template, ("COLUMNS", columns), ("NSG", simds), ("WEIGHTS", BLOCK * ROWS * columns)]
+    elif fast:
+        kernel, template = TILE_SUMS, [*template, ("COLUMNS", columns)]
+    else:
+        kernel = SUMS
+    sums, totals = kernel(
         [
             *(scores, tops, kept_dims(*sizes), components.first, components.codes, components.quantisers, components.points),
             *((unused(mx.uint32), unused()) if v is None else (v.scales, v.sizes)),
         ],
-        template=[*template, ("COLUMNS", columns)] if fast else template,
-        grid=(groups * WARPS * 32, splits, 1),
-        threadgroup=(WARPS * 32, 1, 1),
+        template=template,
+        grid=(groups * simds * 32, splits, 1),
+        threadgroup=(simds * 32, 1, 1),
         output_shapes=[(splits, every, components.count if v is None else dim), (splits, every)],
         output_dtypes=[mx.float32, mx.float32],
         shared_memory=SUMS_MEMORY if fast else 0,

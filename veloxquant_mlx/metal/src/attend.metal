@@ -31,6 +31,34 @@ METAL_FUNC float attend_factor(float m, float top) {
   return m == -INFINITY ? 0.0f : metal::precise::exp2(m - top);
 }
 
+// Of an 8 x 8 matrix lane l has elements (row, column) and (row, column + 1), as in MLX's steel/attn/mma.h.
+METAL_FUNC int matrix_row(uint lane) {
+  return int((lane / 4 & 4) + lane / 2 % 4);
+}
+
+METAL_FUNC int matrix_column(uint lane) {
+  return int((lane / 4 & 2) * 2 + lane % 2 * 2);
+}
+
+// A table in threadgroup memory (NEAR) or not: its pointer, four entries at once.
+template <bool NEAR>
+struct Table {
+  typedef const device float* pointer;
+
+  static METAL_FUNC float4 four(pointer from) {
+    return float4(*(const device packed_float4*)from);
+  }
+};
+
+template <>
+struct Table<true> {
+  typedef const threadgroup float* pointer;
+
+  static METAL_FUNC float4 four(pointer from) {
+    return float4(*(const threadgroup packed_float4*)from);
+  }
+};
+
 // The running softmax of one query row in one lane.
 template <int E>
 struct AttendState {

@@ -195,25 +195,6 @@ METAL_FUNC void stage_stages(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// A table in threadgroup memory (NEAR) or not: its pointer, four entries at once.
-template <bool NEAR>
-struct Table {
-  typedef const device float* pointer;
-
-  static METAL_FUNC float4 four(pointer from) {
-    return float4(*(const device packed_float4*)from);
-  }
-};
-
-template <>
-struct Table<true> {
-  typedef const threadgroup float* pointer;
-
-  static METAL_FUNC float4 four(pointer from) {
-    return float4(*(const threadgroup packed_float4*)from);
-  }
-};
-
 // x[d] = codebook[code[d / SUB]][d % SUB]
 template <int D, int E, int SUB, int LAYOUT, int BITS, typename T, bool NEAR>
 struct VectorReader {

@@ -67,15 +67,7 @@ struct CodedRows {
   }
 };
 
-// ---- 8 x 8 matrices: lane l has elements (row, column) and (row, column + 1), as in MLX's steel/attn/mma.h
-
-METAL_FUNC int prefill_row(uint lane) {
-  return int((lane / 4 & 4) + lane / 2 % 4);
-}
-
-METAL_FUNC int prefill_column(uint lane) {
-  return int((lane / 4 & 2) * 2 + lane % 2 * 2);
-}
+// ---- 8 x 8 matrices
 
 // The lane that holds column c of this lane's row.
 METAL_FUNC ushort prefill_lane(uint lane, int c) {
@@ -188,8 +180,8 @@ METAL_FUNC void prefill_tiles(
   const int last = metal::min(each * (int(split) + 1), tiles);
 
   // This lane's row, its queries, its columns.
-  const int row = row0 + int(sg) * 8 + prefill_row(lane);
-  const int column = prefill_column(lane);
+  const int row = row0 + int(sg) * 8 + matrix_row(lane);
+  const int column = matrix_column(lane);
   int low;
   int high;
   attend_range(dims, start, batch, row, low, high);

@@ -173,5 +173,5 @@ MUTATIONS = (
     Mutation(FUNCTION, "head-order", "(row % heads) * queries + row / heads : 0", "row : 0", ("D96-group-3",)),
     Mutation(FUNCTION, "entry-not-advanced", "WHOLE ? e % SUB == 0 : e == 0 || d % SUB == 0", "e == 0", ("prime",)),
     Mutation(FUNCTION, "values-from-keys", "v_words = k_words + dims[9] * SUBK", "v_words = k_words", ("prime",)),
-    Mutation(FUNCTION, "many-first-row-only", "int(sg) * 8 + prefill_row(lane)", "prefill_row(lane)", ("many-causal",)),
+    Mutation(FUNCTION, "many-first-row-only", "int(sg) * 8 + matrix_row(lane)", "matrix_row(lane)", ("many-causal",)),
 )
