@@ -4,8 +4,8 @@
 //     v[t]   = size[t] R^T z[t] + mix^T y~[t] + v_mean              z: of the values; y~: those of the keys of all heads
 //     out[r] = R^T sum_t w size[t] z[t] / l + mix^T sum_t w y~[t] / l + v_mean,     w = e^(s - m)
 //
-// Keys before RoPE are built, for their rotation needs them: by tables of many tokens (grouped.hpp), by products of tiles of 32; of keys as
-// cached the query takes the basis.
+// Keys before RoPE are built, for their rotation needs them, a few columns at a time (grouped.hpp); of keys as cached the query takes the
+// basis.
 // A component's tokens lie beside each other, so that all sums over tokens are products of rows. All heads are one call's, for they share y~.
 #include "components.hpp"
 #include "grouped.hpp"
@@ -27,9 +27,6 @@ namespace {
 constexpr int BATCH = 16, PART = 512;
 int64_t decoded_row(const Problem& p) { return (p.span < PART ? p.span : PART) + 2 * TOGETHER; }
 
-// Tokens from which on tables are worth making.
-constexpr int MANY = 1024;
-
 // f(start, count) for parts of a span.
 template <class F>
 void by_parts(int count, F f) {
@@ -45,25 +42,15 @@ void scale_rows(const float* scale, int rows, int size, float* x, int64_t row) {
 
 // Scores of one head's queries with `count` tokens, at most PART, rows of `span`.
 void score(const Problem& p, int head, int token, int count, float* y, float* scores) {
-  alignas(64) float x[TILE * MAX_DIM];
   const Rows& keys = p.keys;
   const int *first = keys.components.first + head, from = p.k_from + token, size = first[1] - first[0], R = p.padded_rows;
   decode_components(keys.components, first[0], first[1], from, count, y, decoded_row(p));
   const float* q = p.turned + int64_t(head) * R * p.dim;
   const int width = padded(count);
-  const Matrix of{y + from % TOGETHER, decoded_row(p)};
-  if (p.angles) {
-    for (int t = 0; t < count; t += TILE) {
-      const int own = count - t < TILE ? count - t : TILE;
-      rows_from_components(keys, head, {of.at + t, decoded_row(p)}, x);
-      rope(p, token + t, own, x);
-      dots({q, p.dim}, R, {x, p.dim}, p.dim, padded(own), scores + t, p.span);
-    }
-    return;
-  }
   for (int r = 0; r < R; r++)
     for (int t = 0; t < width; t += W) store(scores + r * p.span + t, all(p.by_mean[head * R + r]));
   float one[4] = {1, 1, 1, 1};
+  const Matrix of{y + from % TOGETHER, decoded_row(p)};
   for (int r = 0; r < R; r += 4) add_sums({q + r * p.dim, p.dim}, R < 4 ? R : 4, one, of, size, width, scores + r * p.span, p.span);
 }
 
@@ -101,8 +88,8 @@ size_t attend_components_scratch(const Problem& p) {
   }
   // Weights of all heads and what a filled-up block of queries writes behind them, fades, turned angles; scaled weights, components, sizes.
   const size_t weights = (p.keys.heads * p.rows + 3) * p.span, angles = 2 * p.half * (p.span + TILE);
-  const size_t parts = (p.rows + 3) * PART + (most + 1) * decoded_row(p), groups = groups_scratch(p);
-  return weights + p.keys.heads * p.rows + 16 + angles + (parts > groups ? parts : groups);
+  const size_t parts = (p.rows + 3) * PART + (most + 1) * decoded_row(p), columns = p.angles ? columns_scratch(p, most) : 0;
+  return weights + p.keys.heads * p.rows + 16 + angles + (parts > columns ? parts : columns);
 }
 
 void attend_components(const Problem& p, int chunk, float* scratch) {
@@ -126,8 +113,7 @@ void attend_components(const Problem& p, int chunk, float* scratch) {
   for (int token = begin; token < end; token += p.span) {
     if (token + p.span <= lowest || token >= highest) continue;
     const int count = end - token < p.span ? end - token : p.span, width = padded(count);
-    const bool tabled = p.angles && GROUPED && count >= MANY;
-    if (tabled) {
+    if (p.angles) {
       auto bytes_of = [&](int64_t t) { return reinterpret_cast<const uint8_t*>(p.angles + t * 2 * p.half); };
       turn_rows(bytes_of(token), bytes_of(p.count), 8 * p.half, 8 * p.half, count, reinterpret_cast<uint32_t*>(turns), angle_row);
     }
@@ -135,7 +121,9 @@ void attend_components(const Problem& p, int chunk, float* scratch) {
       float *own = weights + head * p.rows * p.span, *fades = fade + head * p.rows;
       float* state = p.states + (int64_t(head) * p.chunks + chunk) * 3 * R;
       float* sums = p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v;
-      if (!tabled || !score_groups(p, head, token, count, turns, angle_row, rest, own))
+      if (p.angles)
+        score_columns(p, head, token, count, turns, angle_row, rest, own);
+      else
         by_parts(count, [&](int t, int n) { score(p, head, token + t, n, rest, own + t); });
       for (int r = 0; r < p.rows; r++) {
         fades[r] = softmax(p, head, r, token, count, width, own + r * p.span, state[r], state[R + r]);
