@@ -80,7 +80,7 @@ CASES = (
     CodedCase("bytes and six bits", table(8), table(6), rows=45),
     CodedCase("affine", affine(4), affine(4, per_token=True), rows=100),
     CodedCase("affine before RoPE, 80 channels", affine(4), affine(3, per_token=True), dim=80, rows=70, rope=True),
-    CodedCase("affine before RoPE, 128 channels", affine(4), affine(4, per_token=True), dim=128, queries=4, rows=90, first=7, rope=True),
+    CodedCase("affine before RoPE, 128 channels", affine(5), affine(4, per_token=True), dim=128, queries=4, rows=90, first=7, rope=True),
     CodedCase("affine, odd groups", affine(2, 7), affine(8, 5, per_token=True), dim=48),
     CodedCase("affine, keys by token", affine(5, 16, per_token=True), affine(1), rope=True),
     CodedCase("float32", plain(mx.float32), plain(mx.float32)),
@@ -122,6 +122,8 @@ TILES = (
     # Weights that differ by more than 2^4, and a second product to a sum.
     CodedCase("tiles, rvq-4 before RoPE, affine values", RVQ4, BY_TOKEN, dim=128, queries=4, rows=90, first=7, rope=True),
     CodedCase("tiles, commvq product before RoPE, affine values", places(4), BY_TOKEN, dim=128, queries=4, rows=90, first=7, rope=True),
+    CodedCase("tiles, affine before RoPE", AFFINE, BY_TOKEN, dim=128, queries=4, rows=90, first=7, rope=True),
+    CodedCase("tiles, affine before RoPE, groups of 16", affine(4, 16), VALUES, dim=128, queries=2, rows=70, first=3, rope=True, splits=2),
     CodedCase("tiles, one row", plain(mx.float16), table(4), dim=128, heads=3, rows=1),
 )
 # Where there is a GPU: what fills one.

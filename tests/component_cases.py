@@ -6,15 +6,19 @@ Nothing of the codecs is used: codes are packed here. Angles are float32, as the
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from veloxquant_mlx.metal._component_attend import ComponentKeys, Components, ComponentValues, component_attend
+from tests.coded_cases import BY_TOKEN, VALUES, plain, rows_of
+from veloxquant_mlx.metal._component_attend import component_attend
+from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues, Quantisers
 
 # Of sums of at most some hundred float32 products; a score of 2^-20 of its terms moves a weight by as much.
 TOLERANCE = 4e-6
 BLOCK = 32
+HALVES = plain(mx.float16)
 Rng = np.random.Generator
 
 
@@ -31,6 +35,8 @@ class ComponentCase:
         mask: None, "bool", "added" or "none", which lets nothing be seen.
         splits: None to choose.
         scale: of the scores.
+        stages: where not 0, keys have rows of codes of a byte, about so many for each head, each of several components.
+        values: form and options of values that are not predicted from the keys (`coded_cases`), or None.
     """
 
     name: str
@@ -45,6 +51,8 @@ class ComponentCase:
     mask: str | None = None
     splits: int | None = None
     scale: float = 1.0
+    stages: int = 0
+    values: tuple[str, dict[str, Any]] | None = None
 
 
 CASES = (
@@ -63,6 +71,13 @@ CASES = (
     ComponentCase("components, nothing seen", dim=32, mask="none", rows=8),
     ComponentCase("components, large scores", dim=32, scale=100.0),
     ComponentCase("components, a head without", dim=32, most=0),
+    ComponentCase("component rows", stages=5, values=VALUES),
+    ComponentCase(
+        "component rows, mask, affine values, cut", dim=32, stages=3, values=BY_TOKEN, mask="bool", k_first=37, v_first=3, rows=61
+    ),
+    ComponentCase("component rows, as cached, halves, five queries", dim=48, stages=2, values=HALVES, rope=False, queries=5, splits=2),
+    ComponentCase("component rows, nothing seen", dim=32, stages=2, values=VALUES, mask="none", rows=8),
+    ComponentCase("components beside other values", dim=32, values=VALUES),
 )
 
 # What tensor cores take.
@@ -76,6 +91,9 @@ TILES = (
     ComponentCase("component tiles, a head without", dim=128, queries=4, rows=40, most=0),
     ComponentCase("component tiles, large scores", dim=128, queries=4, rows=40, scale=100.0),
     ComponentCase("component tiles, 40 queries of all heads", dim=128, heads=5, queries=8, rows=20),
+    ComponentCase("component row tiles", dim=128, queries=4, rows=70, k_first=3, v_first=5, stages=32, values=VALUES),
+    ComponentCase("component row tiles, six queries, mask", dim=128, queries=6, rows=40, stages=16, values=BY_TOKEN, mask="bool"),
+    ComponentCase("component row tiles, three bits", dim=128, heads=1, queries=1, rows=45, stages=48, values=HALVES, rope=False),
 )
 
 # Where there is a GPU: what fills one.
@@ -83,6 +101,7 @@ LARGE = (
     ComponentCase("component tiles, long", dim=128, heads=8, queries=4, rows=20000, k_first=5, v_first=37),
     ComponentCase("component tiles, long, mask", dim=128, heads=4, queries=9, rows=8000, mask="bool"),
     ComponentCase("components, long", dim=64, heads=3, queries=3, rows=8000),
+    ComponentCase("component row tiles, long", dim=128, heads=8, queries=4, rows=20000, k_first=5, v_first=37, stages=32, values=VALUES),
 )
 
 
@@ -119,7 +138,18 @@ def components_of(widths: np.ndarray, rows: int, rng: Rng) -> tuple[Components, 
     whole = -(-rows // BLOCK) * BLOCK
     codes = np.stack([np.zeros(whole, np.int64), *(rng.integers(0, 1 << width, whole) for width in bits.tolist())])[1:]
     y = np.stack([np.zeros(rows), *(table[code[:rows]].astype(np.float64) for table, code in zip(tables, codes, strict=True))])[1:]
-    return Components.of((heads, rows, dim), packed(codes, bits), first, bits, tables), y
+    return Components.of((heads, rows, dim), packed(codes, bits), Quantisers.of(first, bits, tables)), y
+
+
+def rows_of_codes(case: ComponentCase, rows: int, rng: Rng) -> tuple[Components, np.ndarray]:
+    """As `components_of`, of rows of codes: the heads have `stages` or one more."""
+    stages = case.stages + np.arange(case.heads) % 2
+    stage = np.stack([rng.permutation(np.arange(case.dim) % n) for n in stages.tolist()])
+    place = stage + (np.cumsum(stages) - stages)[:, None]
+    points = rng.normal(size=(case.heads, case.dim, 256)).astype(np.float32)
+    codes = rng.integers(0, 256, (1, rows, int(stages.sum())), np.uint8)
+    y = points.reshape(-1, 256)[np.arange(place.size)[:, None], codes[0][:, place.reshape(-1)].T].astype(np.float64)
+    return Components((case.heads, rows, case.dim), mx.array(codes[0]), Quantisers.of_bytes(place, points)), y
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +164,10 @@ class Made:
 def make(case: ComponentCase) -> Made:
     rng = np.random.default_rng(list(case.name.encode()))
     heads, dim, count = case.heads, case.dim, case.rows
-    of_k, y = components_of(widths_of(case, rng), case.k_first + count + 2, rng)
+    stored = case.k_first + count + 2
+    of_k, y = rows_of_codes(case, stored, rng) if case.stages else components_of(widths_of(case, rng), stored, rng)
     of_v, z = components_of(np.repeat(rng.integers(1, 7, (heads, 1)), dim, axis=1), case.v_first + count + 1, rng)
-    first, n = np.array(of_k.first), len(y)
+    first, n = np.array(of_k.quantisers.first), len(y)
     basis = (rng.normal(size=(n + heads, dim)) * rng.uniform(0.2, 1, (n + heads, 1)) / math.sqrt(dim / 8)).astype(np.float32)
     matrix = np.linalg.qr(rng.normal(size=(dim, dim)))[0].astype(np.float32)
     mix = (rng.normal(size=(heads, n, dim)) / math.sqrt(max(n, 1))).astype(np.float32)
@@ -153,6 +184,10 @@ def make(case: ComponentCase) -> Made:
     size = np.take_along_axis(sizes.astype(np.float64), scales, axis=1)[:, case.v_first : case.v_first + count]
     own = (z.reshape(heads, dim, count).swapaxes(1, 2) * size[..., None]) @ matrix.astype(np.float64)
     values = own + np.einsum("nt,hnd->htd", y, mix.astype(np.float64)) + constant[:, None]
+    v: Any = ComponentValues(of_v, held, *(mx.array(x) for x in (sizes, matrix, mix, constant)))
+    if case.values is not None:
+        v, values = rows_of(case.values[0], heads, case.v_first + count + 1, dim, case.values[1], rng)
+        values = values[:, case.v_first : case.v_first + count]
     q = (rng.normal(size=(heads, case.queries, dim)) * case.scale / math.sqrt(dim)).astype(np.float32)
     angles = None
     if case.rope:
@@ -179,7 +214,6 @@ def make(case: ComponentCase) -> Made:
         lse = (np.log(total) + base)[..., 0]
     out = p @ values / np.where(total > 0, total, 1)
     k = ComponentKeys(of_k, mx.array(basis))
-    v = ComponentValues(of_v, held, *(mx.array(x) for x in (sizes, matrix, mix, constant)))
     given = [None if x is None else mx.array(x) for x in (angles, mask)]
     return Made((mx.array(q), k, v, (case.k_first, case.v_first, count), *given, case.splits), out, lse)
 

@@ -1,10 +1,10 @@
-"""The kernels of tc on a CUDA machine: `python tests/h200_components.py check|time|parts|one`.
+"""The kernels of tc and of commvq-N:additive on a CUDA machine: `python tests/h200_components.py check|time|parts|one`.
 
 check: the cases of tests/component_cases.py and the long ones, against float64.
 time: medians of one query a head, 32 query heads, 8 KV heads, 128 channels, 2.05 bits, beside MLX's float16 attention and a copy: the
     kernels alone, then a block of a live cache by them and by the MLX operations that they stand in for.
 parts: each kernel by itself, for numbers of components that have bits.
-one: a single call, for a profiler.
+one: a single call of each, for a profiler.
 """
 
 import math
@@ -21,12 +21,14 @@ from kvtool.bench.rows import Size
 from kvtool.bench.rows import blocks as encoded_blocks
 from tests.component_cases import CASES, LARGE, TILES, problem
 from tests.h200_attend import median
-from tests.h200_coded import DIM, HEADS, KV_HEADS, SHAPES, bandwidth
+from tests.h200_coded import DIM, HEADS, KV_HEADS, SHAPES, bandwidth, table
 from veloxquant_mlx.caches import blocks
 from veloxquant_mlx.caches.blocks import Block
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.metal import _component_attend
-from veloxquant_mlx.metal._component_attend import ComponentKeys, Components, ComponentValues, component_attend
+from veloxquant_mlx.metal._coded_operand import CodedOperand
+from veloxquant_mlx.metal._component_attend import component_attend
+from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues, Quantisers
 
 SETS = 3  # of inputs in turn: no call finds its own in the cache
 USED = 70  # components of 128 that have bits at 2.05 bits a value, as in SmolLM2
@@ -39,7 +41,29 @@ def components(length: int, bits: np.ndarray) -> Components:
     codes = mx.random.randint(0, 256, (1, blocks_, 4 * int(every.sum())), mx.uint8)
     tables = {width: np.sort(np.random.default_rng(width).normal(size=1 << width)).astype(np.float32) for width in set(every.tolist())}
     first = np.arange(KV_HEADS + 1) * bits.shape[1]
-    return Components.of((KV_HEADS, length, DIM), codes, first, every, [tables[width] for width in every.tolist()])
+    quantisers = Quantisers.of(first, every, [tables[width] for width in every.tolist()])
+    return Components.of((KV_HEADS, length, DIM), codes, quantisers)
+
+
+def additive(length: int) -> tuple:
+    """Arguments of a call: keys of commvq-2:additive, values of rvq-4."""
+    q, keys, _, rows, angles = make(length, 1)
+    stages = DIM // 4
+    place = np.arange(KV_HEADS)[:, None] * stages + np.arange(DIM) % stages
+    points = np.random.default_rng(1).normal(size=(KV_HEADS, DIM, 256)) / 4
+    codes = mx.random.randint(0, 256, (length, KV_HEADS * stages), mx.uint8)
+    basis = mx.random.normal((KV_HEADS * (DIM + 1), DIM)) / math.sqrt(DIM)
+    values = table(4)((KV_HEADS, length, DIM))
+    keys = ComponentKeys(Components((KV_HEADS, length, DIM), codes, Quantisers.of_bytes(place, points)), basis)
+    mx.eval(codes, basis, values.arrays, values.staged, values.mean, values.matrix)
+    return q, keys, values, rows, angles
+
+
+def size_of(given: tuple) -> int:
+    """Bytes of codes and scales."""
+    _, k, v, *_ = given
+    of_v = v.arrays if isinstance(v, CodedOperand) else (v.components.codes, v.scales)
+    return k.components.codes.nbytes + sum(x.nbytes for x in of_v)
 
 
 def make(length: int, used: int = USED) -> tuple:
@@ -47,7 +71,7 @@ def make(length: int, used: int = USED) -> tuple:
     bits = np.rint(np.linspace(6.5, 1, used)).astype(np.int64)
     k, v = components(length, np.tile(bits, (KV_HEADS, 1))), components(length, np.full((KV_HEADS, DIM), 2))
     basis = mx.random.normal((k.count + KV_HEADS, DIM)) / math.sqrt(used)
-    sizes = mx.exp2(-mx.arange(64) / 4)[None] * mx.ones((KV_HEADS, 1))
+    sizes = mx.exp(-mx.arange(64) / 6)[None] * mx.ones((KV_HEADS, 1))
     scales = mx.random.randint(0, 1 << 30, (-(-length // 32), 6 * KV_HEADS)).astype(mx.uint32)
     matrix = mx.hadamard_transform(mx.eye(DIM))
     mix = mx.random.normal((KV_HEADS, k.count, DIM)) / math.sqrt(k.count)
@@ -80,17 +104,16 @@ def measure() -> None:
         base, _ = median(lambda i, sets=sets: mx.fast.scaled_dot_product_attention(*sets[i % 2], scale=DIM**-0.5), 48, 7)
         print(f"batch {batch}, {length} tokens\n  {'MLX, float16':28}{base * 1e6:9.1f} us {4 * math.prod(kv) / 1e6:8.1f} MB", flush=True)
         del sets
-        given = [make(length) for _ in range(max(SETS, batch))]
-        calls = batch  # one a sequence
-        seconds, handing = median(lambda i, given=given: component_attend(*given[i % len(given)]), 6 * calls, 5)
-        size = sum(x.nbytes for x in (given[0][1].components.codes, given[0][2].components.codes, given[0][2].scales)) * batch
-        seconds *= calls
-        print(
-            f"  {'tc-2.05, kernels':28}{seconds * 1e6:9.1f} us {size / 1e6:8.1f} MB {size / seconds / copy:5.0%}"
-            f"  (CPU {handing * calls * 1e6:.1f} us) {base / seconds:5.2f} x float16",
-            flush=True,
-        )
-        del given
+        for name, maker in (("tc-2.05", make), ("commvq-2:additive", additive)):
+            given = [maker(length) for _ in range(max(SETS, batch))]
+            seconds, handing = median(lambda i, given=given: component_attend(*given[i % len(given)]), 6 * batch, 5)
+            size, seconds, handing = size_of(given[0]) * batch, seconds * batch, handing * batch  # a call for each sequence
+            print(
+                f"  {name:28}{seconds * 1e6:9.1f} us {size / 1e6:8.1f} MB {size / seconds / copy:5.0%}"
+                f"  (CPU {handing * 1e6:.1f} us) {base / seconds:5.2f} x float16",
+                flush=True,
+            )
+            del given
     length = SHAPES[0][1]
     block, share = block_of(length)
     q = mx.random.normal((KV_HEADS, HEADS // KV_HEADS, DIM)) / math.sqrt(DIM)
@@ -121,6 +144,11 @@ def parts() -> None:
             seconds, _ = median(lambda i, call=call: call(i % SETS), 12, 5)
             print(f"  {name:12}{seconds * 1e6:9.1f} us", flush=True)
         del given, made
+    given = [additive(length) for _ in range(SETS)]
+    seconds, _ = median(
+        lambda i: _component_attend._scores(given[i % SETS][0], given[i % SETS][1], 0, length, given[i % SETS][4], None, None), 12, 5
+    )
+    print(f"commvq-2:additive\n  scores      {seconds * 1e6:9.1f} us", flush=True)
 
 
 def main(words: list[str]) -> int:
@@ -137,7 +165,7 @@ def main(words: list[str]) -> int:
     elif words == ["parts"]:
         parts()
     elif words == ["one"]:
-        mx.eval(component_attend(*make(131072)))
+        mx.eval(component_attend(*make(131072)), component_attend(*additive(131072)))
     else:
         print(__doc__, file=sys.stderr)
         return 2

@@ -41,9 +41,9 @@ def test_what_it_does_not_take_goes_to_the_general_kernel() -> None:
     assert "coded_attend_table" not in kernels(first)
     for change in ({"dim": 64}, {"mask": "bool"}):
         assert "coded_attend_table" in kernels(CodedCase(**{**vars(first), **change}))
-    as_cached = next(case for case in TILES if case.name == "tiles, affine")
-    assert "coded_attend_affine" not in kernels(as_cached)
-    assert "coded_attend_affine" in kernels(CodedCase(**{**vars(as_cached), "rope": True}))
+    as_cached = next(case for case in TILES if case.name == "tiles, halves")
+    assert "coded_attend_plain" not in kernels(as_cached)
+    assert "coded_attend_plain" in kernels(CodedCase(**{**vars(as_cached), "rope": True}))
     _, k, v, _, angles, _, _ = make(first).arguments
     with forced("metal"):
         assert not _coded_tiles.takes(k, v, angles is not None, False)

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests import test_commvq_additive as additive
 from tests.component_cases import CASES, LARGE, TILES, ComponentCase, make, problem
 from tests.cuda_emulation.emulator import EmulatedCuda, unavailable
 from tests.metal_emulation import emulator as metal_emulation
@@ -54,8 +55,15 @@ def emulated(name: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", ["cuda", "metal"])
-@pytest.mark.parametrize("case", (*CASES, *TILES), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(c, name, id=f"{c.name}-{name}")
+        for c in (*CASES, *TILES)
+        for name in ("cuda", "metal")
+        if name == "cuda" or not c.values
+    ],
+)
 def test_against_float64(case: ComponentCase, name: str) -> None:
     with emulated(name):
         assert problem(case) is None
@@ -132,25 +140,14 @@ def test_cuda_compiles() -> None:
 HEADS, GROUP, ROWS, FIRST = 2, 2, 90, 9
 
 
-@pytest.mark.parametrize(("spec", "dim", "pairing"), [("tc-2", 64, "half"), ("tc-3.5", 16, "interleaved"), ("tc-2:carry", 32, None)])
-@pytest.mark.parametrize("name", ["cuda", "metal"])
-def test_a_block_goes_to_the_kernels_as_tc_stores_it(
-    spec: str, dim: int, pairing: str | None, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys and values of the codes in float64, turned by RoPE's definition."""
-    codecs, rows, shape = bound(spec, HEADS, dim, ROWS), layer(ROWS, 7, HEADS, dim), (HEADS, ROWS, dim)
-    x, w = (mx.array(np.ascontiguousarray(a.swapaxes(0, 1)).astype(np.float32)) for a in (rows.k, rows.v))
-    k_parts = codecs[0].encode(x)
-    v_parts = codecs[1].encode(w, {"k": codecs[0].decode(k_parts, shape, mx.float32)})
-    rope = None if pairing is None else RopeSpec("default", dim, pairing, base=1e4)
-    block = Block(CodedRows(codecs[0], k_parts, shape, mx.float32, rope), CodedRows(codecs[1], v_parts, shape, mx.float32), ROWS, FIRST)
-    block = block.kept(FIRST + 5, FIRST + ROWS - 2)
-    keys, values = (x[:, 5:-2] for x in exact(codecs[0], k_parts, codecs[1], v_parts, shape))
+def attended(block: Block, keys: np.ndarray, values: np.ndarray, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's attention by the kernels against that to its rows, keys before RoPE, in float64."""
+    rope, dim = block.k.rope, keys.shape[2]
     if rope is not None:
         angle = np.arange(block.first, block.stop)[:, None] * np.array(rope.frequencies)
         a, b = np.split(keys, 2, axis=-1)
         keys = np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], axis=-1)
-        if pairing == "interleaved":
+        if rope.pairing == "interleaved":
             keys = keys.reshape(*keys.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(keys.shape)
     q = (np.random.default_rng(4).normal(size=(HEADS, GROUP * 2, dim)) / dim**0.5).astype(np.float32)
     seen = np.arange(block.count) <= np.array([block.count - 2, block.count - 1])[:, None]
@@ -168,9 +165,41 @@ def test_a_block_goes_to_the_kernels_as_tc_stores_it(
     np.testing.assert_allclose(np.array(lse), np.log(p.sum(axis=-1)) + s.max(axis=-1), rtol=1e-6, atol=4e-6)
 
 
+@pytest.mark.parametrize(("spec", "dim", "pairing"), [("tc-2", 64, "half"), ("tc-3.5", 16, "interleaved"), ("tc-2:carry", 32, None)])
+@pytest.mark.parametrize("name", ["cuda", "metal"])
+def test_a_block_goes_to_the_kernels_as_tc_stores_it(
+    spec: str, dim: int, pairing: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codecs, rows, shape = bound(spec, HEADS, dim, ROWS), layer(ROWS, 7, HEADS, dim), (HEADS, ROWS, dim)
+    x, w = (mx.array(np.ascontiguousarray(a.swapaxes(0, 1)).astype(np.float32)) for a in (rows.k, rows.v))
+    k_parts = codecs[0].encode(x)
+    v_parts = codecs[1].encode(w, {"k": codecs[0].decode(k_parts, shape, mx.float32)})
+    rope = None if pairing is None else RopeSpec("default", dim, pairing, base=1e4)
+    block = Block(CodedRows(codecs[0], k_parts, shape, mx.float32, rope), CodedRows(codecs[1], v_parts, shape, mx.float32), ROWS, FIRST)
+    keys, values = exact(codecs[0], k_parts, codecs[1], v_parts, shape)
+    attended(block.kept(FIRST + 5, FIRST + ROWS - 2), keys[:, 5:-2], values[:, 5:-2], name, monkeypatch)
+
+
+@pytest.mark.parametrize("spec", ["commvq-2:additive", "commvq-1.5:additive:carry"])
+def test_a_block_goes_to_the_kernels_as_additive_stores_it(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, shape = additive.bound(spec), (HEADS, ROWS, 32)
+    parts = codec.encode(additive.keys(ROWS))
+    values = CodedRows.encoded(parse_codec("affine-8:token").v, additive.keys(ROWS), FIRST)
+    block = Block(CodedRows(codec, parts, shape, mx.float32, RopeSpec("default", 32, base=1e4)), values, ROWS, FIRST)
+    decoded = additive.f64(values.codec.decode(values.parts, shape, mx.float32))
+    attended(block.kept(FIRST + 5, FIRST + ROWS), additive.oracle(codec, parts, shape)[:, 5:], decoded[:, 5:], "cuda", monkeypatch)
+
+
 def test_what_the_kernels_do_not_read_says_so() -> None:
     k, v = bound("tc-2", 2, 64)
     other = parse_codec("rvq-4").v
     with forced("cuda"):
         assert blocks.unfused(k, v, (64, 64), None) is None
         assert blocks.unfused(k, other, (64, 64), None) == "the kernel for tc attends to keys and values of tc together, not to tc and rvq"
+        assert blocks.unfused(additive.bound("commvq-2:additive"), other, (32, 32), None) is None
+    with forced("metal"):
+        assert (
+            blocks.unfused(additive.bound("commvq-2:additive"), other, (32, 32), None) == "the kernel for the codes of additive is CUDA's"
+        )
+        with pytest.raises(ValueError, match="k must be components in blocks of 32 tokens, beside values of components, but got metal"):
+            component_attend(*make(next(case for case in CASES if case.stages)).arguments)

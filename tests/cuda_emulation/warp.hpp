@@ -233,6 +233,7 @@ template <typename T> inline void decode_copy(T* to, const T* from) {  // arrive
   if (reinterpret_cast<size_t>(from) % SIZE) { fprintf(stderr, "a copy that is not aligned\n"); abort(); }
   memcpy(to, from, SIZE);
 }
+inline void decode_prefetch(const void*) {}
 inline void decode_commit() {}
 inline void decode_wait() { emulated::warp(); }
 template <typename F> inline uint32_t decode_by_halves(F f) {

@@ -27,7 +27,8 @@ from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.metal._attend import merge_parts
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._coded_attend import MAX_DIM, MULTIPLE, coded_attend, takes_dim
-from veloxquant_mlx.metal._component_attend import ComponentKeys, component_attend
+from veloxquant_mlx.metal._component_attend import component_attend
+from veloxquant_mlx.metal._component_operand import ComponentKeys
 from veloxquant_mlx.native import attending, converting
 from veloxquant_mlx.native.mapped import Mapped
 from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, native_pages, rotate, undoing, unrotated

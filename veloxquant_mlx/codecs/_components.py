@@ -12,6 +12,7 @@ import numpy as np
 
 from veloxquant_mlx.allocators.shapes import boundaries, distortion, points
 from veloxquant_mlx.codecs._bits import pack, unpack
+from veloxquant_mlx.metal._component_operand import Quantisers
 
 BLOCK = 32  # tokens
 
@@ -51,6 +52,11 @@ class Components:
         used = self.widths > 0
         kinds, index = np.unique(self.widths[used] * 16 + self.shapes[used], return_inverse=True)
         return index, [boundaries(kind % 16, kind // 16) for kind in kinds.tolist()]
+
+    def for_kernel(self, heads: int) -> Quantisers:
+        """The same for the kernel of a GPU."""
+        first, bits, _ = self.stored(heads)
+        return Quantisers.of(first, bits, [self.table(i) for i in np.flatnonzero(self.widths)])
 
     @cached_property
     def _by_width(self) -> list[tuple[int, np.ndarray, mx.array, mx.array, mx.array]]:

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from veloxquant_mlx.codecs._rotation import matrix
 from veloxquant_mlx.metal._coded_operand import CodedOperand
-from veloxquant_mlx.metal._component_attend import ComponentKeys, ComponentValues
+from veloxquant_mlx.metal._component_operand import ComponentKeys, ComponentValues
 from veloxquant_mlx.native.mapped import Mapped
 
 

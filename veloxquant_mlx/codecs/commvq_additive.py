@@ -27,6 +27,8 @@ from veloxquant_mlx.codecs._base import FLOAT16_MAX, Codec, Frame, Given, Layout
 from veloxquant_mlx.codecs._codewords import codewords
 from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs.rvq import Rvq
+from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, Quantisers
 from veloxquant_mlx.native import converting
 from veloxquant_mlx.transfer.rope import RopeSpec
 
@@ -234,6 +236,9 @@ class CommVqAdditive(Codec):
             mx.eval(out[-1])
         return mx.concatenate(out, axis=-1) if out else mx.zeros((*queries.shape[:2], 0))
 
+    def unfused(self, dim: int, rotated: bool) -> str | None:
+        return None if backend() == "cuda" else f"the kernel for the codes of {self.id} is CUDA's"
+
     def reader(self, parts: dict[str, mx.array]) -> "Reader":
         """The tables that codes are read with.
 
@@ -300,6 +305,17 @@ class Reader:
         return np.concatenate([self.back.reshape(-1, self.back.shape[2]), self.mean]).astype(np.float32)
 
     @cached_property
+    def for_kernel(self) -> tuple[Quantisers, mx.array]:
+        """What a GPU's kernel has of all rows of these tables: quantisers, and `basis`. Components are of a size, by powers of two."""
+        first = np.cumsum(self.stages) - np.array(self.stages)
+        largest = np.abs(self.words).max(axis=2)
+        size = np.exp2(np.frexp(np.where(largest > 0, largest, 1))[1].clip(-100, 100)).astype(np.float32)
+        rows = np.concatenate([(self.back * size[..., None]).reshape(-1, self.back.shape[2]), self.mean]).astype(np.float32)
+        basis = mx.array(rows)
+        mx.eval(basis)
+        return Quantisers.of_bytes(first[:, None] + self.stage, self.words / size[..., None]), basis
+
+    @cached_property
     def columns(self) -> mx.array:
         """The code, of those of a row, that every component of all heads is read from, (H D,)."""
         first = np.cumsum(self.stages) - np.array(self.stages)
@@ -337,6 +353,11 @@ class AdditiveReader(RowReader):
         rows = codewords(self.shape, "parts", self.parts["codes"], 1, place, 8, table, tables.words)
         rows.basis(tables.basis)
         return rows
+
+    @cached_property
+    def operand(self) -> ComponentKeys:
+        quantisers, basis = self.tables.for_kernel
+        return ComponentKeys(Components(self.shape, mx.contiguous(self.parts["codes"][0]), quantisers), basis)
 
 
 def _wide(codes: np.ndarray, step: np.ndarray) -> np.ndarray:

@@ -54,6 +54,7 @@ from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs._rotated import DEFAULT_SEED, ROTATION, SEEDS
 from veloxquant_mlx.codecs._rotation import native_factors, rotate, unrotate
 from veloxquant_mlx.codecs.tc_reading import FAR, WILD, TcKeyRows, TcValueRows
+from veloxquant_mlx.metal._component_operand import Quantisers
 from veloxquant_mlx.native import calibrated, converting, encoding
 
 CARRIED = "carried"
@@ -506,6 +507,13 @@ class KeyReader:
         """Of the components, for the native back end."""
         return native.quantisers(*self.components.stored(self.heads))
 
+    @cached_property
+    def for_kernel(self) -> tuple[Quantisers, mx.array]:
+        """What a GPU's kernel has of all rows of these tables: quantisers, and the basis."""
+        basis = mx.array(self.basis)
+        mx.eval(basis)
+        return self.components.for_kernel(self.heads), basis
+
     def by_head(self, points: mx.array) -> mx.array:
         """(blocks, H D, 32) -> (H, blocks, 32, D)."""
         return points.reshape(-1, self.heads, self.dim, BLOCK).transpose(1, 0, 3, 2)
@@ -530,6 +538,7 @@ class Predictor:
         self.tables, self.first = tables, np.concatenate([[0], np.cumsum((key_widths > 0).sum(axis=1))])
         self._coder: tuple[int, Any] | None = None
         self.linear: tuple[KeyReader, np.ndarray | None, np.ndarray] | None = None  # `tc_reading.linear` of the last keys
+        self.mixed: tuple[KeyReader, Any] | None = None  # the same for a GPU's kernel
         mx.eval(self.k_mean, self.v_mean, self.forward, self.mix)
 
     @cached_property
@@ -546,6 +555,11 @@ class Predictor:
             given = (self.first, tables.k_mean, tables.forward, tables.v_mean, tables.mix, (kinds[:: self.dim], boundaries, points))
             self._coder = seed, calibrated.value_coder(*given, native_factors(self.dim, seed))
         return self._coder[1]
+
+    @cached_property
+    def for_kernel(self) -> Quantisers:
+        """Of the values' codes, for a GPU's kernel."""
+        return self.components.for_kernel(self.heads)
 
     def inputs(self, keys: mx.array) -> mx.array:
         """The components that values are predicted from: decoded keys (H, blocks, n, D) -> (H, blocks, n, D), float32."""

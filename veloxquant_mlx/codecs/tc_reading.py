@@ -27,10 +27,9 @@ import numpy as np
 from veloxquant_mlx import native
 from veloxquant_mlx.codecs._base import Given, Shape
 from veloxquant_mlx.codecs._components import BLOCK
-from veloxquant_mlx.codecs._components import Components as Quantisers
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs._rotation import matrix, native_factors
-from veloxquant_mlx.metal._component_attend import ComponentKeys, Components, ComponentValues
+from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues, in_words
 
 if TYPE_CHECKING:
     from veloxquant_mlx.codecs.tc import KeyReader, Predictor, Tc
@@ -67,9 +66,8 @@ class TcKeyRows(RowReader):
 
     @cached_property
     def operand(self) -> ComponentKeys:
-        made = ComponentKeys(_components(self.shape, self.parts["codes"], self.keys.components), mx.array(self.keys.basis))
-        mx.eval(made.basis)
-        return made
+        quantisers, basis = self.keys.for_kernel
+        return ComponentKeys(Components.of(self.shape, self.parts["codes"], quantisers), basis)
 
 
 class TcValueRows(RowReader):
@@ -127,21 +125,19 @@ class TcValueRows(RowReader):
         return self._operand[1]
 
     def _for_kernel(self, keys: TcKeyRows) -> ComponentValues | None:
-        mix, constant = linear(self.predictor, keys.keys)
-        if mix is None or not len(mix):
+        held = self.predictor.mixed
+        if held is None or held[0] is not keys.keys:
+            mix, constant = linear(self.predictor, keys.keys)
+            found = None if mix is None or not len(mix) else tuple(map(mx.array, (np.ascontiguousarray(mix.swapaxes(0, 1)), constant)))
+            mx.eval(found)
+            held = self.predictor.mixed = keys.keys, found
+        if held[1] is None:
             return None
-        heads, _, dim = self.shape
-        scales = mx.contiguous(self.parts["scales"][0]).view(mx.uint32)
-        sizes = self.values.sizes.reshape(heads, -1)
-        made = [scales, sizes, matrix(dim, self.seed), mx.array(np.ascontiguousarray(mix.swapaxes(0, 1))), mx.array(constant)]
-        mx.eval(made)
-        return ComponentValues(_components(self.shape, self.parts["codes"], self.predictor.components), *made)
-
-
-def _components(shape: Shape, codes: mx.array, components: Quantisers) -> Components:
-    """As the kernel of a GPU reads them."""
-    first, bits, _ = components.stored(shape[0])
-    return Components.of(shape, codes, first, bits, [components.table(i) for i in np.flatnonzero(components.widths)])
+        components = Components.of(self.shape, self.parts["codes"], self.predictor.for_kernel)
+        sizes = self.values.sizes.reshape(self.shape[0], -1)
+        turn = matrix(self.shape[2], self.seed)
+        mx.eval(sizes, turn)
+        return ComponentValues(components, in_words(self.parts["scales"]), sizes, turn, *held[1])
 
 
 def linear(predictor: "Predictor", keys: "KeyReader") -> tuple[np.ndarray | None, np.ndarray]:

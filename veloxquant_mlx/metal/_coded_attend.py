@@ -33,6 +33,7 @@ _ROWS = {
     "plain": "kvtool::CodedPlain<D, {R}TYPE> {r}{{{r}_a{aligned}}};",
     "words": "kvtool::CodedVectors<D, {R}SUB, {R}BITS, false> {r}{{{r}_a, {r}_table, nullptr}};",
     "places": "kvtool::CodedVectors<D, {R}SUB, {R}BITS, true> {r}{{{r}_a, nullptr, {r}_b}};",
+    "scores": "kvtool::CodedScores {r}{{{r}_a}};",
 }
 _STAGE = "kvtool::coded_stage({r}_staged, {r}_table, {R}STAGED, {thread}, NSG * 32);\n"
 _STAGE_MEAN = "if (KMEAN) {{\n  kvtool::coded_stage(k_mean + {group} / (({rows} + RB - 1) / RB) * D, k_head, D, {thread}, NSG * 32);\n}}\n"

@@ -11,7 +11,8 @@ class CodedOperand:
     """Keys or values of one layer as the kernel reads them: row = (stored row) matrix, times smooth.
 
     Fields:
-        form: "table", "affine", "plain", "words" (one table of vectors) or "places" (one for every place in a row).
+        form: "table", "affine", "plain", "words" (one table of vectors), "places" (one for every place in a row), or, in place of keys on
+            CUDA, "scores", which (H R, S) float32 in log2 are there already.
         shape: (H, S, D).
         arrays: codes, and the form's other arrays; scales and zeros as bits of bfloat16.
         constants: (name without the role's prefix, value) of the form.
@@ -64,7 +65,9 @@ class CodedOperand:
 
     @cached_property
     def bound(self) -> float:
-        """Of rows of a table, what no entry exceeds when their Walsh-Hadamard transform is undone but not normalised."""
+        """What no entry of affine rows exceeds; of rows of a table, once their Walsh-Hadamard transform is undone but not normalised."""
+        if self.form == "affine":
+            return ((1 << self.sizes["BITS"]) - 1) * self.largest_scale + _largest(self.arrays[2])
         assert self.form == "table" and self.staged is not None
         entry = sum(mx.max(mx.abs(part)).item() for part in mx.split(self.staged, [1 << self.sizes["BITS"]]) if part.size)
         return self.shape[2] * (self.largest_scale * entry + (0.0 if self.mean is None else mx.max(mx.abs(self.mean)).item()))

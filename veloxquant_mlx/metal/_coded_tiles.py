@@ -22,7 +22,7 @@ LARGEST_KEY = 15  # exponent of the largest key that halves hold
 KEY_BITS = ((1, 0), (2, 0), (2, 2), (4, 0))
 VALUE_BITS = ((2, 0), (2, 2), (4, 0))
 TABLED = ("table", "words")  # forms with a table of pairs or vectors in shared memory
-ROTATED = ("table", "places")  # forms of keys that may be stored before RoPE
+ROTATED = ("table", "affine", "places")  # forms of keys that may be stored before RoPE
 
 _INPUTS = ("q", "angles", "pair_signs", "units", "dims", *(f"{r}_{name}" for r in "kv" for name in ("a", "b", "c", "staged", "mean")))
 _OWN = """__shared__ float4 own[8 * kvtool::TILE_OWN / 4];
@@ -30,10 +30,11 @@ float* head_mean = reinterpret_cast<float*>(own) + threadIdx.x / 32 * kvtool::TI
 """
 _KEYS = {
     "table": "kvtool::TileTableKeys<KBITS, (KBITS2 > 0), ROPE, KMEAN> keys{{k_a, k_b, k_c, k_staged, k_mean, {own}}};",
-    "affine": "kvtool::TileAffineKeys<KGROUP> keys{{k_a, k_b, k_c, units[0]}};",
+    "affine": "kvtool::TileAffineKeys<KGROUP, ROPE> keys{{k_a, k_b, k_c, angles, units[0]}};",
     "plain": "kvtool::TilePlainKeys keys{{k_a}};",
     "words": "kvtool::TileWordKeys<KSUB> keys{{k_a, k_staged}};",
     "places": "kvtool::TilePlaceKeys<ROPE> keys{{k_a, k_b, angles}};",
+    "scores": "kvtool::TileScoreKeys keys{{k_a, dims}};",
 }
 _VALUES = {
     "table": "kvtool::TileTableValues<VBITS, (VBITS2 > 0), VMEAN> values{v_a, v_b, v_c, v_staged, v_mean, units[1]};",
@@ -64,6 +65,7 @@ def takes(k: CodedOperand, v: CodedOperand, rotated: bool, masked: bool) -> bool
         "plain": of_k.get("TYPE", mx.float32) == mx.float16,
         "words": of_k.get("BITS") == 8,
         "places": of_k.get("SUB") == 4,
+        "scores": True,
     }
     values = {
         "table": (of_v.get("BITS"), of_v.get("BITS2")) in VALUE_BITS,
@@ -96,7 +98,8 @@ def tiles(
         arrays += [*(found.get(i, nothing) for i in range(3)), *(nothing if x is None else x for x in (operand.staged, mean))]
         constants += [(role + name, value) for name, value in (*operand.constants, ("MEAN", mean is not None))]
     units = _units(
-        _exponent(k.bound) - LARGEST_KEY if rope and k.form == "table" else _exponent(k.largest_scale), _exponent(v.largest_scale)
+        _exponent(k.bound) - LARGEST_KEY if rope and k.form in ("table", "affine") else _exponent(k.largest_scale),
+        _exponent(v.largest_scale),
     )
     out, lse = _kernel(k.form, v.form, rope)(
         [

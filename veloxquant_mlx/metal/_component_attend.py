@@ -9,14 +9,14 @@ for the queries of all heads. What is linear in the sums is done to them, once.
 """
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 
 import mlx.core as mx
-import numpy as np
 
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import check_array, require
+from veloxquant_mlx.metal._coded_attend import coded_attend
+from veloxquant_mlx.metal._coded_operand import CodedOperand
+from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues
 from veloxquant_mlx.metal._kernel import Kernel, Template, kept_dims, unused
 
 BLOCK = 32  # tokens whose codes stand together, as in components.cu, here and below
@@ -26,117 +26,31 @@ TILE_DIM = 128  # as in component_tiles.cu, here and below
 TILE_ROWS = 32
 TILE_POINTS = 4096
 TILE_MEMORY = 4 * TILE_POINTS + 8 * TILE_DIM + 2 * 4 * WARPS * (8 * TILE_DIM + 4)
-SCORES_MEMORY = TILE_MEMORY + 65536 + 4 * (TILE_ROWS * TILE_DIM + TILE_DIM + WARPS * TILE_ROWS + WARPS)
+_OF_SCORES = 65536 + 4 * (TILE_ROWS * TILE_DIM + TILE_DIM + WARPS * TILE_ROWS + WARPS)
+SCORES_MEMORY = TILE_MEMORY + _OF_SCORES
+ROW_SCORES_MEMORY = 4 * TILE_DIM * 256 + 8 * TILE_DIM + _OF_SCORES
 SUMS_MEMORY = TILE_MEMORY + 4 * TILE_ROWS * (TILE_DIM + 1)
 BLOCKS = 132  # multiprocessors of an H100 or H200
 GROUPS = 528  # threadgroups that fill a large GPU: four on each multiprocessor of an H200
 MAX_SPLITS = 256
 COLUMNS = 4  # most of 8 queries, of sums
 NEAR_POINTS = 2048  # most that go to threadgroup memory, on Metal
-SIZE_BITS = 6
 NAME = "component_attend"
 
 
-@dataclass(frozen=True, eq=False)
-class Components:
-    """Keys or values of one layer whose components have codes of their own widths.
-
-    Fields:
-        shape: (H, S, D).
-        codes: (blocks, words) uint32: in a block of 32 tokens the components one after another, each as many words as a code has bits.
-        first: where the components of each head begin, (H + 1,) int32.
-        quantisers: (n, 4) int32: first word in a block, bits, first of the points, 0.
-        points: float32.
-    """
-
-    shape: tuple[int, int, int]
-    codes: mx.array
-    first: mx.array
-    quantisers: mx.array
-    points: mx.array
-
-    @classmethod
-    def of(
-        cls, shape: tuple[int, int, int], codes: mx.array, first: np.ndarray, bits: np.ndarray, tables: list[np.ndarray]
-    ) -> "Components":
-        """Components as a codec has them.
-
-        Args:
-            codes: (1, blocks, bytes) uint8.
-            first: where the components of each head begin, (H + 1,).
-            bits: of each, (n,), none 0.
-            tables: the 2^bits points of each; equal ones are held once.
-        """
-        places: dict[bytes, int] = {}
-        kept: list[np.ndarray] = []
-        quantisers = np.zeros((len(bits), 4), np.int32)
-        quantisers[:, 0], quantisers[:, 1] = np.cumsum(bits) - bits, bits
-        for i, table in enumerate(tables):
-            key = table.tobytes()
-            if key not in places:
-                places[key] = sum(len(other) for other in kept)
-                kept.append(table)
-            quantisers[i, 2] = places[key]
-        made = [mx.array(first.astype(np.int32)), mx.array(quantisers), mx.array(np.concatenate([np.zeros(0, np.float32), *kept]))]
-        words = mx.contiguous(codes[0]).view(mx.uint32)
-        mx.eval(words, made)
-        return cls(shape, words, *made)
-
-    @property
-    def count(self) -> int:
-        """Of all heads."""
-        return self.quantisers.shape[0]
+_SCORES_INPUTS = ("q", "angles", "mask", "dims", "first", "basis", "codes", "quantisers", "points")
+_SCORES_OUTPUTS = ("scores", "tops")
 
 
-@dataclass(frozen=True, eq=False)
-class ComponentKeys:
-    """Keys.
-
-    Fields:
-        basis: (n + H, D) float32: the row of each component, then the mean of each head.
-    """
-
-    components: Components
-    basis: mx.array
-
-    @cached_property
-    def padded(self) -> mx.array:
-        """The basis and 8 rows of zeros, for kernels that read 8 at a time."""
-        made = mx.pad(self.basis, ((0, 8), (0, 0)))
-        mx.eval(made)
-        return made
-
-
-@dataclass(frozen=True, eq=False)
-class ComponentValues:
-    """Values beside keys of the same tokens; all components have bits.
-
-    Fields:
-        scales: (blocks, 6 H) uint32: codes of 6 bits of 32 tokens of each head.
-        sizes: (H, 64) float32, what those stand for.
-        matrix: (D, D) float32.
-        mix: (H, n, D) float32, of the keys' components of all heads.
-        constant: (H, D) float32.
-    """
-
-    components: Components
-    scales: mx.array
-    sizes: mx.array
-    matrix: mx.array
-    mix: mx.array
-    constant: mx.array
-
-
-SCORES = Kernel(
-    "component_scores",
-    ("q", "angles", "mask", "dims", "first", "basis", "codes", "quantisers", "points"),
-    ("scores", "tops"),
-    ("attend", "coded", "components"),
-    "",
-    """__shared__ float y[D * kvtool::COMPONENT_TOKENS];
+def _scores_kernel(name: str, codes: str) -> Kernel:
+    text = f"""__shared__ float y[D * kvtool::COMPONENT_TOKENS];
 __shared__ float parts[kvtool::COMPONENT_WARPS * kvtool::COMPONENT_ROWS * kvtool::COMPONENT_TOKENS];
-kvtool::component_scores<D, ROPE, MASKED>(q, angles, mask, dims, first, basis, scores, tops, {codes, quantisers, points}, y, parts);""",
-)
+kvtool::component_scores<D, ROPE, MASKED>(
+    q, angles, mask, dims, first, basis, scores, tops, kvtool::{codes}{{codes, quantisers, points}}, y, parts);"""
+    return Kernel(name, _SCORES_INPUTS, _SCORES_OUTPUTS, ("attend", "coded", "components"), "", text)
+
+
+SCORES, ROW_SCORES = _scores_kernel("component_scores", "ComponentCodes"), _scores_kernel("component_row_scores", "ComponentRows")
 SUMS = Kernel(
     "component_sums",
     ("scores", "tops", "dims", "first", "codes", "quantisers", "points", "scales", "sizes"),
@@ -180,14 +94,16 @@ _METAL = {near: _on_metal(near) for near in (False, True)}
 
 # The same on CUDA's tensor cores, for rows of 128 channels.
 _TILE_SOURCES = ("attend", "coded", "coded_rows", "decode_parts", "coded_parts", "components", "component_tiles", "one_block")
-TILE_SCORES = Kernel(
-    "component_tile_scores",
-    SCORES.inputs,
-    SCORES.outputs,
-    _TILE_SOURCES,
-    "",
-    "kvtool::component_tile_scores<ROPE, MASKED>(q, angles, mask, dims, first, basis, scores, tops, {codes, quantisers, points});",
-)
+
+
+def _tile_scores_kernel(name: str, codes: str, stage: str) -> Kernel:
+    text = f"""kvtool::component_tile_scores<kvtool::{stage}, ROPE, MASKED>(
+    q, angles, mask, dims, first, basis, scores, tops, kvtool::{codes}{{codes, quantisers, points}});"""
+    return Kernel(name, _SCORES_INPUTS, _SCORES_OUTPUTS, _TILE_SOURCES, "", text)
+
+
+TILE_SCORES = _tile_scores_kernel("component_tile_scores", "ComponentCodes", "ComponentStage")
+TILE_ROW_SCORES = _tile_scores_kernel("component_tile_row_scores", "ComponentRows", "ComponentRowStage")
 TILE_SUMS = Kernel(
     "component_tile_sums",
     SUMS.inputs,
@@ -201,26 +117,35 @@ TILE_SUMS = Kernel(
 def component_attend(
     q: mx.array,
     k: ComponentKeys,
-    v: ComponentValues,
+    v: ComponentValues | CodedOperand,
     rows: tuple[int, int, int],
     angles: mx.array | None = None,
     mask: mx.array | None = None,
     splits: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Softmax attention of queries to stored rows: `coded_attend`, whose arguments and results it has."""
+    """Softmax attention of queries to stored rows: `coded_attend`, whose arguments and results it has, and by which values of other codes
+    are read."""
     k_from, v_from, count = rows
     heads, stored, dim = k.components.shape
-    require(v.components.shape[::2] == (heads, dim), NAME, "v", f"rows of (H, D) = {(heads, dim)}", v.components.shape)
-    require(v.mix.shape[1] == k.components.count, NAME, "v.mix", f"of {k.components.count} components of keys", v.mix.shape)
+    of_v = v.shape if isinstance(v, CodedOperand) else v.components.shape
+    require(of_v[::2] == (heads, dim), NAME, "v", f"rows of (H, D) = {(heads, dim)}", of_v)
     check_array(NAME, "q", q, (heads, "R", dim), (mx.float32,))
-    fits = count > 0 and 0 <= k_from <= stored - count and 0 <= v_from <= v.components.shape[1] - count
-    require(fits, NAME, "rows", f"within {stored} keys and {v.components.shape[1]} values, one or more", rows)
+    fits = count > 0 and 0 <= k_from <= stored - count and 0 <= v_from <= of_v[1] - count
+    require(fits, NAME, "rows", f"within {stored} keys and {of_v[1]} values, one or more", rows)
     queries = q.shape[1]
     if angles is not None:
         check_array(NAME, "angles", angles, (count, dim), (mx.float32,))
     if mask is not None:
         check_array(NAME, "mask", mask, (1 if mask.shape[0] == 1 else heads, queries, count), (mx.bool_, mx.float32))
+    if isinstance(v, CodedOperand) or k.components.by_row:
+        require(backend() == "cuda", NAME, "k", "components in blocks of 32 tokens, beside values of components", backend())
+    if not isinstance(v, CodedOperand):
+        fits = v.mix.shape[1] == k.components.count and not k.components.by_row
+        require(fits, NAME, "v.mix", f"of {k.components.count} components of keys in blocks", v.mix.shape)
     scores, tops = _scores(q * math.log2(math.e), k, k_from, count, angles, mask, splits)
+    if isinstance(v, CodedOperand):
+        there = CodedOperand("scores", (heads, count, dim), (scores,))
+        return coded_attend(q, there, v, (0, v_from, count), splits=splits)
     shared, total = _sums(scores, tops, k.components, k_from, count, None, splits)
     own, _ = _sums(scores, tops, v.components, v_from, count, v, splits)
     norm = mx.where(total > 0, 1 / total, 0.0)[:, None]
@@ -233,7 +158,9 @@ def component_attend(
 
 def _tiles(components: Components) -> bool:
     """Whether the kernels for tensor cores are those for such rows."""
-    return backend() == "cuda" and components.shape[2] == TILE_DIM and components.points.size <= TILE_POINTS
+    return (
+        backend() == "cuda" and components.shape[2] == TILE_DIM and (components.by_row or components.quantisers.points.size <= TILE_POINTS)
+    )
 
 
 def _scores(
@@ -241,11 +168,10 @@ def _scores(
 ) -> tuple[mx.array, mx.array]:
     """Scores in log2, (H R, count), and the largest of each split, (H R, splits)."""
     heads, queries, dim = q.shape
-    components = k.components
+    components, of = k.components, k.components.quantisers
     fast = _tiles(components)
     groups = heads * -(-queries // (TILE_ROWS if fast else ROWS))
     splits = _splits(groups, start, count, splits, fast)
-    points = components.points.size
     sizes = (
         queries,
         count,
@@ -255,21 +181,27 @@ def _scores(
         1 if mask is None else mask.shape[0],
         components.count,
         heads,
-        points,
+        of.points.size,
     )
     template: Template = [("ROPE", angles is not None), ("MASKED", mask is not None)]
     on_metal = backend() == "metal"
-    return (_METAL[points <= NEAR_POINTS][0] if on_metal else TILE_SCORES if fast else SCORES)(
+    if on_metal:
+        kernel, memory = _METAL[of.points.size <= NEAR_POINTS][0], 0
+    elif components.by_row:
+        kernel, memory = (TILE_ROW_SCORES, ROW_SCORES_MEMORY) if fast else (ROW_SCORES, 0)
+    else:
+        kernel, memory = (TILE_SCORES, SCORES_MEMORY) if fast else (SCORES, 0)
+    return kernel(
         [
             *(q, unused() if angles is None else angles, unused(mx.bool_) if mask is None else mask, kept_dims(*sizes)),
-            *(components.first, k.padded if on_metal else k.basis, components.codes, components.quantisers, components.points),
+            *(of.first, k.padded if on_metal else k.basis, components.codes, of.places, of.points),
         ],
         template=template if fast else [("D", dim), *template],
         grid=(groups * WARPS * 32, splits, 1),
         threadgroup=(WARPS * 32, 1, 1),
         output_shapes=[(heads * queries, count), (heads * queries, splits)],
         output_dtypes=[mx.float32, mx.float32],
-        shared_memory=SCORES_MEMORY if fast else 0,
+        shared_memory=memory,
     )
 
 
@@ -277,7 +209,7 @@ def _sums(
     scores: mx.array, tops: mx.array, components: Components, start: int, count: int, v: ComponentValues | None, splits: int | None
 ) -> tuple[mx.array, mx.array]:
     """Weighted sums of all components for all queries, (H R, n), or of values for those of their head, (H R, D); and of weights, (H R,)."""
-    heads, _, dim = components.shape
+    (heads, _, dim), of = components.shape, components.quantisers
     every = scores.shape[0]
     queries = every if v is None else every // heads
     fast = _tiles(components)
@@ -296,19 +228,18 @@ def _sums(
         components.count,
         heads,
         tops.shape[1],
-        components.points.size,
+        of.points.size,
     )
     template: Template = [("OWN", v is not None)]
+    kernel = SUMS
     if on_metal:
-        kernel = _METAL[components.points.size <= NEAR_POINTS][1]
+        kernel = _METAL[of.points.size <= NEAR_POINTS][1]
         template = [*template, ("COLUMNS", columns), ("NSG", simds), ("WEIGHTS", BLOCK * ROWS * columns)]
     elif fast:
         kernel, template = TILE_SUMS, [*template, ("COLUMNS", columns)]
-    else:
-        kernel = SUMS
     sums, totals = kernel(
         [
-            *(scores, tops, kept_dims(*sizes), components.first, components.codes, components.quantisers, components.points),
+            *(scores, tops, kept_dims(*sizes), of.first, components.codes, of.places, of.points),
             *((unused(mx.uint32), unused()) if v is None else (v.scales, v.sizes)),
         ],
         template=template,

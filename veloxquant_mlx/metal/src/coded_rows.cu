@@ -303,4 +303,24 @@ struct CodedVectors {
   }
 };
 
+// Scores that are there already, (query rows, rows) in log2, in place of keys.
+struct CodedScores {
+  const float* scores;
+
+  struct Stored {};
+
+  __device__ __forceinline__ void fetch(Stored&, int, int, int, int, bool) const {}
+  __device__ __forceinline__ void build(float (&)[CODED_E], const Stored&, int, int, bool) const {}
+  __device__ __forceinline__ float norm(const Stored&) const {
+    return 1;
+  }
+};
+
+__device__ __forceinline__ constexpr bool coded_scored(const CodedScores&) {
+  return true;
+}
+__device__ __forceinline__ float coded_score(const CodedScores& keys, size_t row, int count, int j) {
+  return __ldg(keys.scores + row * count + j);
+}
+
 }  // namespace kvtool

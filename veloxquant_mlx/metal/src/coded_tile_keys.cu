@@ -190,14 +190,15 @@ struct TileTableKeys {
   }
 };
 
-// Keys code * scale + zero, codes of 4 bits, scales and zeros of GROUP tokens a channel, GROUP a multiple of 16: queries take the
-// scales. The two codes of a pair are 4 channels apart.
-template <int GROUP>
+// Keys code * scale + zero, codes of 4 bits, scales and zeros of GROUP tokens a channel, GROUP a multiple of 16. As cached, queries take the
+// scales; before RoPE keys are made in float32. The two codes of a pair are 4 channels apart.
+template <int GROUP, bool ROPE>
 struct TileAffineKeys {
   const uint8_t* codes;
   const uint16_t* scales;
   const uint16_t* zeros;
-  float unit;  // of the scales, a power of two
+  const float* angles;
+  float unit;  // of the scales, or (ROPE) of keys, a power of two
   bool aligned;
 
   using Query = TileQuery<1, false>;
@@ -253,6 +254,13 @@ struct TileAffineKeys {
       coded_words<32>(scale + 8 * half, reinterpret_cast<const uint8_t*>(scales + from + 64 * half), aligned);
       coded_words<32>(zero + 8 * half, reinterpret_cast<const uint8_t*>(zeros + from + 64 * half), aligned);
     }
+    if (!ROPE) {
+      scale_query(at);
+    }
+  }
+
+  // As cached: queries take the scales.
+  __device__ __forceinline__ void scale_query(DecodeLane at) {
     const float inverse = query.inverse * (1.0f / unit);
     float sum = 0;
     ATTEND_UNROLL
@@ -275,23 +283,53 @@ struct TileAffineKeys {
     Query::of_heads(sum, at, by_zero);
   }
 
-  template <typename Next>
-  __device__ __forceinline__ void dots(float (&s)[2][2], const int (&)[2], DecodeLane at, Next next) {
-    bring_sides(at);
-    float c[4] = {};
+  // The two rows' keys as numbers, rotated.
+  __device__ __forceinline__ void rotated(float (&y)[8][2][4], const int (&from_start)[2], DecodeLane at) const {
     ATTEND_UNROLL
     for (int u = 0; u < 8; u++) {
-      uint32_t a[4];
       ATTEND_UNROLL
-      for (int i = 0; i < 4; i++) {
-        a[i] = decode_codes(code[i % 2][u / 4 * 2 + i / 2], u % 4);
+      for (int i = 0; i < 4; i++) {  // bit 3 and the low bit
+        const int channel = 8 * (i / 2) + tile_low<1>(u / 2 % 2, u % 2, i % 2);
+        const float step = side(scale, u / 4, channel) * (1.0f / unit);
+        const float base = side(zero, u / 4, channel) * (1.0f / unit);
+        ATTEND_UNROLL
+        for (int r = 0; r < 2; r++) {
+          const uint32_t number = code[r][u / 4 * 2 + i / 2] >> (4 * (u % 4) + 16 * (i % 2)) & 15u;
+          y[u][i / 2][2 * r + i % 2] = fmaf(__uint_as_float(0x4b000000u | number) - 8388608.0f, step, base);
+        }
       }
-      query.multiply(c, u, a);
     }
-    next();
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      s[i / 2][i % 2] = fmaf(tile_whole(c[i]), size[i % 2] * (unit / DECODE_CODE), by_zero[i % 2]);
+      Query::rotate(y, i / 2, i % 2, angles + size_t(from_start[i % 2]) * TILE_DIM, nullptr, at);
+    }
+  }
+
+  template <typename Next>
+  __device__ __forceinline__ void dots(float (&s)[2][2], const int (&from_start)[2], DecodeLane at, Next next) {
+    bring_sides(at);
+    float c[4] = {};
+    if (ROPE) {
+      float y[8][2][4];
+      rotated(y, from_start, at);
+      next();
+      query.dots(c, y);
+    } else {
+      ATTEND_UNROLL
+      for (int u = 0; u < 8; u++) {
+        uint32_t a[4];
+        ATTEND_UNROLL
+        for (int i = 0; i < 4; i++) {
+          a[i] = decode_codes(code[i % 2][u / 4 * 2 + i / 2], u % 4);
+        }
+        query.multiply(c, u, a);
+      }
+      next();
+    }
+    ATTEND_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const float sum = tile_whole(c[i]);
+      s[i / 2][i % 2] = ROPE ? sum * (size[i % 2] * unit) : fmaf(sum, size[i % 2] * (unit / DECODE_CODE), by_zero[i % 2]);
     }
   }
 };

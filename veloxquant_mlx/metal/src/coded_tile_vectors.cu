@@ -1,4 +1,4 @@
-// Keys of `coded_tiles` that are halves or vectors of a table. After coded_parts.cu.
+// Keys of `coded_tiles` that are halves, vectors of a table, or scores. After coded_parts.cu.
 
 namespace kvtool {
 
@@ -170,6 +170,38 @@ struct TilePlaceKeys {
     for (int i = 0; i < 4; i++) {
       s[i / 2][i % 2] = tile_whole(c[i]) * factor[i % 2];
     }
+  }
+};
+
+// Scores that are there already, (query rows, rows) in log2, in place of keys.
+struct TileScoreKeys {
+  const float* scores;
+  const int* dims;
+
+  float s[2][2];
+
+  __device__ __forceinline__ void prepare() {}
+  __device__ __forceinline__ void begin(const float*, int, DecodeLane) {}
+  __device__ __forceinline__ void load(int head, int, const int (&j)[2], DecodeLane at) {
+    const int queries = dims[CODED_QUERIES];
+    const int first = int(blockIdx.x) % ((queries + TILE_QUERIES - 1) / TILE_QUERIES) * TILE_QUERIES;
+    ATTEND_UNROLL
+    for (int x = 0; x < 2; x++) {
+      const size_t row = size_t(head) * queries + min(first + at.t % 2 * 2 + x, queries - 1);
+      ATTEND_UNROLL
+      for (int r = 0; r < 2; r++) {
+        s[r][x] = __ldg(scores + row * dims[CODED_COUNT] + (j[r] - dims[CODED_KEYS_FROM]));
+      }
+    }
+  }
+
+  template <typename Next>
+  __device__ __forceinline__ void dots(float (&found)[2][2], const int (&)[2], DecodeLane, Next next) {
+    ATTEND_UNROLL
+    for (int i = 0; i < 4; i++) {
+      found[i / 2][i % 2] = s[i / 2][i % 2];
+    }
+    next();
   }
 };
 

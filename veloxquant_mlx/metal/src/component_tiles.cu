@@ -8,89 +8,130 @@
 
 namespace kvtool {
 
-constexpr int COMPONENT_COLUMNS = 32;                       // of a block
-constexpr int COMPONENT_STEPS = TILE_DIM / 16;             // products along the components of a head, at most
-constexpr int COMPONENT_POINTS = 4096;                      // of all tables, at most
-constexpr int COMPONENT_STAGED = 8 * TILE_DIM + 4;          // of a head's codes, at most, and one behind
+constexpr int COMPONENT_COLUMNS = 32;               // of a block
+constexpr int COMPONENT_STEPS = TILE_DIM / 16;      // products along the components of a head, at most
+constexpr int COMPONENT_POINTS = 4096;              // of all tables, at most
+constexpr int COMPONENT_STAGED = 8 * TILE_DIM + 4;  // words of a head's codes, at most, and one behind
 constexpr int COMPONENT_BASIS_BYTES = COMPONENT_STEPS * 16 * 32 * 16;
 
-// Where what stands in shared memory: points, the head's quantisers, codes of two blocks for each warp, then what a pass has of its own.
-struct ComponentMemory {
-  uint32_t* points;     // near and rest, halves
-  uint2* quantisers;    // first word, bits and first point
-  uint32_t* codes;
-  char* own;
+// A number as two halves in a word, near and rest.
+__device__ __forceinline__ uint32_t component_halves(float x) {
+  uint32_t near;
+  uint32_t rest;
+  tile_split(x, 0.0f, near, rest);
+  return (near & 0xffffu) | rest << 16;
+}
 
-  __device__ __forceinline__ ComponentMemory() {
-    char* memory = decode_memory();
-    points = reinterpret_cast<uint32_t*>(memory);
-    quantisers = reinterpret_cast<uint2*>(points + COMPONENT_POINTS);
-    codes = reinterpret_cast<uint32_t*>(quantisers + TILE_DIM);
-    own = reinterpret_cast<char*>(codes + 2 * COMPONENT_WARPS * COMPONENT_STAGED);
-  }
-};
-
-// Codes of one head's components.
+// Codes of one head's components in shared memory: points as near and rest, quantisers (first word; bits and first point), and the words of
+// two blocks for each warp. `own` is what is left.
 struct ComponentStage {
-  ComponentMemory memory;
+  uint32_t* points;
+  uint2* quantisers;
+  uint32_t* staged;
+  char* own;
   const uint32_t* words;
   int each;   // words of a block, all heads
-  int first;  // of them, the head's
-  int count;
+  int count;  // of them, the head's
   int size;   // components
-  uint32_t* staged;
 
-  // Bring tables and quantisers; whoever reads them waits for the block.
-  __device__ __forceinline__ ComponentStage(ComponentCodes codes, const int* dims, int begin, int stop, int points)
-      : words(codes.codes), each(dims[COMPONENT_WORDS]), first(0), count(0), size(stop - begin) {
+  // Whoever reads waits for the block.
+  __device__ __forceinline__ ComponentStage(ComponentCodes codes, const int* dims, int begin, int stop, int number)
+      : each(dims[COMPONENT_WORDS]), count(0), size(stop - begin) {
     const int thread_ = int(threadIdx.x);
+    points = reinterpret_cast<uint32_t*>(decode_memory());
+    quantisers = reinterpret_cast<uint2*>(points + COMPONENT_POINTS);
+    staged = reinterpret_cast<uint32_t*>(quantisers + TILE_DIM);
+    own = reinterpret_cast<char*>(staged + 2 * COMPONENT_WARPS * COMPONENT_STAGED);
+    staged += thread_ / 32 * 2 * COMPONENT_STAGED;
+    int first = 0;
     if (size > 0) {
       first = __ldg(codes.quantisers + 4 * begin);
       const int* last = codes.quantisers + 4 * (stop - 1);
       count = __ldg(last) + __ldg(last + 1) - first;
     }
-    for (int i = thread_; i < points; i += COMPONENT_WARPS * 32) {
-      uint32_t near;
-      uint32_t rest;
-      tile_split(codes.points[i], 0.0f, near, rest);
-      memory.points[i] = (near & 0xffffu) | rest << 16;
+    words = codes.codes + first;
+    for (int i = thread_; i < number; i += COMPONENT_WARPS * 32) {
+      points[i] = component_halves(codes.points[i]);
     }
     for (int i = thread_; i < TILE_DIM; i += COMPONENT_WARPS * 32) {  // behind the last component, that one
       const int* from = codes.quantisers + 4 * (size > 0 ? begin + min(i, size - 1) : 0);
-      memory.quantisers[i] = make_uint2(0, 0);
+      quantisers[i] = make_uint2(0, 0);
       if (size > 0) {
-        memory.quantisers[i] = make_uint2(uint32_t(__ldg(from) - first), uint32_t(__ldg(from + 1) | __ldg(from + 2) << 8));
+        quantisers[i] = make_uint2(uint32_t(__ldg(from) - first), uint32_t(__ldg(from + 1) | __ldg(from + 2) << 8));
       }
     }
-    staged = memory.codes + thread_ / 32 * 2 * COMPONENT_STAGED;
   }
 
   // Start to copy the words of a block into place 0 or 1, if there is one.
   __device__ __forceinline__ void bring(int block, bool there, int place, int lane) const {
     if (there) {
-      const uint32_t* from = words + size_t(block) * each + first;
+      const uint32_t* from = words + size_t(block) * each;
       for (int i = lane; i < count; i += 32) {
         decode_copy(staged + place * COMPONENT_STAGED + i, from + i);
       }
     }
     decode_commit();
   }
+  __device__ __forceinline__ void arrive() const {
+    decode_wait();
+  }
 
-  // Points, near and rest, of `tokens` token and the one after (PAIR), or of token and the one 8 after.
-  template <bool PAIR>
-  __device__ __forceinline__ void two(int place, uint2 one, int token, uint32_t& x, uint32_t& y) const {
+  // Points of a block's token `token` and the one APART after.
+  template <int APART>
+  __device__ __forceinline__ void two(int, int place, uint2 one, int token, uint32_t& x, uint32_t& y) const {
     const uint32_t bits = one.y & 255u;
     const uint32_t mask = (1u << bits) - 1;
-    const uint32_t* from = memory.points + (one.y >> 8);
+    const uint32_t* from = points + (one.y >> 8);
     const uint32_t* codes = staged + place * COMPONENT_STAGED + one.x;
     const uint64_t near = window(codes, uint32_t(token) * bits);
     x = from[uint32_t(near) & mask];
-    y = from[uint32_t(PAIR ? near >> bits : window(codes, uint32_t(token + 8) * bits)) & mask];
+    y = from[uint32_t(APART == 1 ? near >> bits : window(codes, uint32_t(token + APART) * bits)) & mask];
   }
 
   static __device__ __forceinline__ uint64_t window(const uint32_t* codes, uint32_t bit) {
     const uint32_t* at = codes + bit / 32;
     return (uint64_t(at[1]) << 32 | at[0]) >> (bit % 32);
+  }
+};
+
+// The same for rows of codes, of 256 points each; codes are read where they are.
+struct ComponentRowStage {
+  uint32_t* points;
+  uint2* quantisers;
+  char* own;
+  const uint8_t* codes;
+  int each;  // bytes of a row
+  int last;  // row that is read
+  int size;
+
+  __device__ __forceinline__ ComponentRowStage(ComponentRows given, const int* dims, int begin, int stop, int)
+      : codes(given.codes), each(dims[COMPONENT_WORDS]), last(dims[COMPONENT_FROM] + dims[COMPONENT_COUNT] - 1), size(stop - begin) {
+    const int thread_ = int(threadIdx.x);
+    points = reinterpret_cast<uint32_t*>(decode_memory());
+    quantisers = reinterpret_cast<uint2*>(points + TILE_DIM * 256);
+    own = reinterpret_cast<char*>(quantisers + TILE_DIM);
+    for (int i = thread_; i < TILE_DIM * 256; i += COMPONENT_WARPS * 32) {
+      points[i] = component_halves(given.points[__ldg(given.quantisers + 4 * (begin + i / 256) + 2) + i % 256]);
+    }
+    if (thread_ < TILE_DIM) {
+      quantisers[thread_] = make_uint2(uint32_t(__ldg(given.quantisers + 4 * (begin + thread_))), uint32_t(thread_) * 256);
+    }
+  }
+
+  __device__ __forceinline__ const uint8_t* row(int block, int token) const {
+    return codes + size_t(min(block * COMPONENT_TOKENS + token, last)) * each;
+  }
+  __device__ __forceinline__ void bring(int block, bool there, int, int lane) const {
+    if (there) {
+      decode_prefetch(row(block, lane) + quantisers[0].x);
+    }
+  }
+  __device__ __forceinline__ void arrive() const {}
+
+  template <int APART>
+  __device__ __forceinline__ void two(int block, int, uint2 one, int token, uint32_t& x, uint32_t& y) const {
+    x = points[one.y + __ldg(row(block, token) + one.x)];
+    y = points[one.y + __ldg(row(block, token + APART) + one.x)];
   }
 };
 
@@ -116,7 +157,7 @@ __device__ __forceinline__ float component_block_largest(float x, float* room) {
 }
 
 // `component_scores`; dims[COMPONENT_TOPS]: points of all tables.
-template <bool ROPE, bool MASKED, typename M>
+template <typename Stage, bool ROPE, bool MASKED, typename M, typename Codes>
 __device__ __forceinline__ void component_tile_scores(
     const float* q,
     const float* angles,
@@ -126,7 +167,7 @@ __device__ __forceinline__ void component_tile_scores(
     const float* basis,
     float* scores,
     float* tops,
-    ComponentCodes given) {
+    Codes given) {
   constexpr int D = TILE_DIM;
   const int thread_ = int(threadIdx.x);
   const int warp = thread_ / 32;
@@ -137,9 +178,9 @@ __device__ __forceinline__ void component_tile_scores(
   const int row0 = int(blockIdx.x) % blocks * COMPONENT_COLUMNS;
   const int rows = min(COMPONENT_COLUMNS, queries - row0);
   const int begin = first[head];
-  const ComponentStage codes(given, dims, begin, first[head + 1], dims[COMPONENT_TOPS]);
+  const Stage codes(given, dims, begin, first[head + 1], dims[COMPONENT_TOPS]);
   const ComponentSpan span(dims, int(blockIdx.y));
-  char* own = codes.memory.own;
+  char* own = codes.own;
   uint4* products = reinterpret_cast<uint4*>(own);
   float* query = reinterpret_cast<float*>(own + COMPONENT_BASIS_BYTES);
   float* mean = query + COMPONENT_COLUMNS * D;
@@ -173,12 +214,12 @@ __device__ __forceinline__ void component_tile_scores(
   top[thread_] = -ATTEND_INF;
   const int steps = (codes.size + 15) / 16;
   int block = span.first + warp;
-  codes.bring(block, block < span.stop, 0, at.lane);
   __syncthreads();
+  codes.bring(block, block < span.stop, 0, at.lane);
 
   for (int place = 0; block < span.stop; block += COMPONENT_WARPS, place ^= 1) {
     codes.bring(block + COMPONENT_WARPS, block + COMPONENT_WARPS < span.stop, place ^ 1, at.lane);
-    decode_wait();
+    codes.arrive();
     float x[2][16][4];  // tokens 16 m + g and g + 8, channels 8 j + 2 t and the next
     ATTEND_UNROLL
     for (int i = 0; i < 128; i++) {
@@ -190,12 +231,12 @@ __device__ __forceinline__ void component_tile_scores(
       ATTEND_UNROLL
       for (int half = 0; half < 2; half++) {
         const int c = 16 * step + 8 * half + 2 * at.t;
-        const uint2 one[2] = {codes.memory.quantisers[c], codes.memory.quantisers[c + 1]};
+        const uint2 one[2] = {codes.quantisers[c], codes.quantisers[c + 1]};
         ATTEND_UNROLL
         for (int m = 0; m < 2; m++) {
           uint32_t y[2][2];
-          codes.template two<false>(place, one[0], 16 * m + at.g, y[0][0], y[1][0]);
-          codes.template two<false>(place, one[1], 16 * m + at.g, y[0][1], y[1][1]);
+          codes.template two<8>(block, place, one[0], 16 * m + at.g, y[0][0], y[1][0]);
+          codes.template two<8>(block, place, one[1], 16 * m + at.g, y[0][1], y[1][1]);
           component_pair(y[0][0], y[0][1], near[m][2 * half], rest[m][2 * half]);
           component_pair(y[1][0], y[1][1], near[m][2 * half + 1], rest[m][2 * half + 1]);
         }
@@ -358,7 +399,7 @@ __device__ __forceinline__ void component_tile_sums(
   const int steps = (codes.size + 15) / 16;
   for (int place = 0; block < span.stop; block += COMPONENT_WARPS, place ^= 1) {
     codes.bring(block + COMPONENT_WARPS, block + COMPONENT_WARPS < span.stop, place ^ 1, at.lane);
-    decode_wait();
+    codes.arrive();
     ATTEND_UNROLL
     for (int half = 0; half < 2; half++) {
       uint32_t near[COLUMNS][2];
@@ -390,8 +431,8 @@ __device__ __forceinline__ void component_tile_sums(
         ATTEND_UNROLL
         for (int i = 0; i < 4; i++) {  // component g or g + 8, tokens from 2 t or 2 t + 8 on
           uint32_t y[2];
-          codes.template two<true>(
-              place, codes.memory.quantisers[16 * m + at.g + 8 * (i % 2)], 16 * half + 8 * (i / 2) + 2 * at.t, y[0], y[1]);
+          codes.template two<1>(
+              block, place, codes.quantisers[16 * m + at.g + 8 * (i % 2)], 16 * half + 8 * (i / 2) + 2 * at.t, y[0], y[1]);
           component_pair(y[0], y[1], a[i], b[i]);
         }
         ATTEND_UNROLL
@@ -405,7 +446,7 @@ __device__ __forceinline__ void component_tile_sums(
     __syncwarp();  // the words of this block are read
   }
 
-  float* room = reinterpret_cast<float*>(codes.memory.own);  // queries by components
+  float* room = reinterpret_cast<float*>(codes.own);  // queries by components
   float* all = room + 8 * COLUMNS * D;
   const float lift = 1.0f / 256;
   for (int w = 0; w < COMPONENT_WARPS; w++) {

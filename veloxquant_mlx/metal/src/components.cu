@@ -18,7 +18,7 @@ enum ComponentDims {
   COMPONENT_COUNT,    // rows attended to
   COMPONENT_SPLITS,
   COMPONENT_FROM,        // first of them among the stored rows
-  COMPONENT_WORDS,       // of a block of codes
+  COMPONENT_WORDS,       // of a block of codes; bytes of a row of codes
   COMPONENT_MASK_HEADS,  // scores: heads of the mask, 1 or all
   COMPONENT_ALL,         // components of all heads
   COMPONENT_HEADS,
@@ -46,13 +46,35 @@ struct ComponentCodes {
       }
       return code & ((1u << bits) - 1);
     }
-    __device__ __forceinline__ float at(size_t from, int token) const {
-      return __ldg(points + code(from, token));
+    // Of token `token` of a block, blocks of `each` words.
+    __device__ __forceinline__ float at(int block, int each, int token, int) const {
+      return __ldg(points + code(size_t(block) * each, token));
     }
   };
 
   __device__ __forceinline__ One one(int i) const {
     return {codes + __ldg(quantisers + 4 * i), points + __ldg(quantisers + 4 * i + 2), __ldg(quantisers + 4 * i + 1)};
+  }
+};
+
+// The same where a row's codes stand together: component i has the one in byte `place`, which other components may share.
+struct ComponentRows {
+  const uint8_t* codes;
+  const int* quantisers;
+  const float* points;
+
+  struct One {
+    const uint8_t* bytes;  // of the first row
+    const float* points;
+
+    // Rows of `each` bytes, `last` the last one that is read.
+    __device__ __forceinline__ float at(int block, int each, int token, int last) const {
+      return __ldg(points + __ldg(bytes + size_t(min(block * COMPONENT_TOKENS + token, last)) * each));
+    }
+  };
+
+  __device__ __forceinline__ One one(int i) const {
+    return {codes + __ldg(quantisers + 4 * i), points + __ldg(quantisers + 4 * i + 2)};
   }
 };
 
@@ -90,7 +112,7 @@ __device__ __forceinline__ float component_largest(float x) {
 
 // Scores of one KV head's queries, in log2, and the largest of each split. Lanes are tokens; warps share the pairs of channels that RoPE
 // turns together. y: D * 32 floats of shared memory; parts: warps * rows * 32.
-template <int D, bool ROPE, bool MASKED, typename M>
+template <int D, bool ROPE, bool MASKED, typename M, typename Codes>
 __device__ __forceinline__ void component_scores(
     const float* q,
     const float* angles,
@@ -100,7 +122,7 @@ __device__ __forceinline__ void component_scores(
     const float* basis,
     float* scores,
     float* tops,
-    ComponentCodes codes,
+    Codes codes,
     float* y,
     float* parts) {
   constexpr int ROWS = COMPONENT_ROWS;
@@ -121,7 +143,7 @@ __device__ __forceinline__ void component_scores(
   float top = -ATTEND_INF;
   for (int block = span.first; block < span.stop; block++) {
     for (int i = warp; i < size; i += COMPONENT_WARPS) {
-      y[i * COMPONENT_TOKENS + lane] = codes.one(begin + i).at(size_t(block) * dims[COMPONENT_WORDS], lane);
+      y[i * COMPONENT_TOKENS + lane] = codes.one(begin + i).at(block, dims[COMPONENT_WORDS], lane, span.start + span.count - 1);
     }
     __syncthreads();
     const int place = span.place(block, lane);
@@ -195,7 +217,7 @@ struct ComponentSizes {
 
   __device__ __forceinline__ float at(int head, int heads, int block, int token) const {
     const ComponentCodes::One one{codes + head * BITS, sizes + head * (1 << BITS), BITS};
-    return one.at(size_t(block) * heads * BITS, token);
+    return one.at(block, heads * BITS, token, 0);
   }
 };
 
@@ -253,7 +275,7 @@ __device__ __forceinline__ void component_sums(
     if (int(threadIdx.x) < size) {
       const ComponentCodes::One one = codes.one(own);
       for (int token = 0; token < COMPONENT_TOKENS; token++) {
-        const float y = one.at(size_t(block) * dims[COMPONENT_WORDS], token);
+        const float y = one.at(block, dims[COMPONENT_WORDS], token, 0);
         ATTEND_UNROLL
         for (int r = 0; r < ROWS; r++) {
           sum[r] = fmaf(weights[token * ROWS + r], y, sum[r]);

@@ -83,6 +83,11 @@ __device__ __forceinline__ void decode_wait() {
   __syncwarp();
 }
 
+// Bring what is there nearer.
+__device__ __forceinline__ void decode_prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 __device__ __forceinline__ float decode_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
