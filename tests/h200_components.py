@@ -1,6 +1,6 @@
-"""The kernels of tc and of commvq-N:additive on a CUDA machine: `python tests/h200_components.py check|time|parts|one`.
+"""The kernels of tc and of commvq-N:additive on a CUDA machine: `python tests/h200_components.py check [WORD]|time|parts|one`.
 
-check: the cases of tests/component_cases.py and the long ones, against float64.
+check: the cases of tests/component_cases.py and the long ones (whose names have WORD), against float64.
 time: medians of one query a head, 32 query heads, 8 KV heads, 128 channels, 2.05 bits, beside MLX's float16 attention and a copy: the
     kernels alone, then a block of a live cache by them and by the MLX operations that they stand in for.
 parts: each kernel by itself, for numbers of components that have bits.
@@ -141,8 +141,11 @@ def parts() -> None:
             ("shared", lambda i, g=given, made=made: _component_attend._sums(*made[i], g[i][1].components, 0, length, None, None)),
             ("own", lambda i, g=given, made=made: _component_attend._sums(*made[i], g[i][2].components, 0, length, g[i][2], None)),
         ):
-            seconds, _ = median(lambda i, call=call: call(i % SETS), 12, 5)
-            print(f"  {name:12}{seconds * 1e6:9.1f} us", flush=True)
+            for many in (132, 264):
+                _component_attend.BLOCKS = many
+                seconds, _ = median(lambda i, call=call: call(i % SETS), 12, 5)
+                print(f"  {name:12}{seconds * 1e6:9.1f} us in {many} blocks", flush=True)
+        _component_attend.BLOCKS = 132
         del given, made
     given = [additive(length) for _ in range(SETS)]
     seconds, _ = median(
@@ -152,9 +155,9 @@ def parts() -> None:
 
 
 def main(words: list[str]) -> int:
-    if words == ["check"]:
+    if words[:1] == ["check"]:
         failures = 0
-        for case in (*TILES, *CASES, *LARGE):
+        for case in (case for case in (*TILES, *CASES, *LARGE) if all(word in case.name for word in words[1:])):
             found = problem(case)
             failures += found is not None
             print(f"{'FAILED' if found else 'ok':7}{case.name}{': ' + found if found else ''}", flush=True)
