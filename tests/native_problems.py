@@ -20,7 +20,7 @@ import pytest
 from tests.test_coded import assert_close, bias_of, queries, rows_of_block, stacked
 from veloxquant_mlx import native
 from veloxquant_mlx.caches.blocks import Block
-from veloxquant_mlx.codecs.tc import KeyReader, Predictor
+from veloxquant_mlx.codecs.tc import KeyReader, Predictor, ValueReader
 from veloxquant_mlx.transfer.rope import cos_sin
 
 ROOT = Path(__file__).parent.parent
@@ -35,21 +35,23 @@ SIMD = {
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 
 
-def build(folder: Path, compiler: str, machine: str, levels: Sequence[str], *options: str) -> Path:
-    """The program for a machine ("X86" or "ARM64"), every warning an error."""
+def build(
+    folder: Path, compiler: str, machine: str, levels: Sequence[str], *options: str, name: str = "run_problems", sources: str = "*"
+) -> Path:
+    """A program of `tests/native` for a machine ("X86" or "ARM64"), of those sources of the levels, every warning an error."""
     gcc = [] if "clang" in compiler else ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
     common = [compiler, "-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", *WARNINGS, *gcc, *options, f"-DKVTOOL_{machine}"]
     common.append(f"-I{SRC}")
     objects, commands = [], []
     for level in levels:
-        for source in sorted(SRC.glob("*.cpp")):
+        for source in sorted(SRC.glob(f"{sources}.cpp")):
             if source.stem != "pool" and not source.stem.startswith("bind"):
                 objects.append(folder / f"{source.stem}-{level}.o")
                 commands.append([*common, *SIMD[level], f"-DKVTOOL_LEVEL={level}", "-c", str(source), "-o", str(objects[-1])])
     with ThreadPoolExecutor(os.cpu_count()) as compiling:
         list(compiling.map(partial(subprocess.run, check=True), commands))
-    program = folder / "run_problems"
-    parts = [str(ROOT / "tests" / "native" / "run_problems.cpp"), str(SRC / "pool.cpp"), *map(str, objects)]
+    program = folder / name
+    parts = [str(ROOT / "tests" / "native" / f"{name}.cpp"), str(SRC / "pool.cpp"), *map(str, objects)]
     subprocess.run([*common, *parts, "-pthread", "-o", str(program)], check=True)
     return program
 
@@ -184,6 +186,7 @@ class Case:
             # Not what a codec keeps: that is the extension's own.
             patch.setattr(KeyReader, "quantisers", property(lambda own: own.components.stored(own.heads)))
             patch.setattr(Predictor, "quantisers", property(lambda own: own.components.stored(own.heads)))
+            patch.setattr(ValueReader, "quantisers", property(lambda own: own.stored()))
             sides = [block.k.reader.stored.written(), block.v.reader.stored_beside(block.k.reader).written()]
         q, angles = self.q(), None if rope is None else np.array(cos_sin(rope, block.first, block.stop))
         at = np.tile(np.arange(block.count - self.count, block.count), 3)
@@ -224,14 +227,19 @@ class Case:
             np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
 
 
+def run_alone(command: Sequence[str]) -> None:
+    """Run a program to its end."""
+    # A sanitizer's runtime must be the first library of a process.
+    alone = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=alone)
+    assert done.returncode == 0, done.stderr
+
+
 def run(folder: Path, cases: Sequence[Case], level: str, command: Sequence[str]) -> np.ndarray:
     """Results of all cases, checked."""
     given, result = folder / "in", folder / f"out-{level}"
     given.write_bytes(b"".join(case.written() for case in cases))
-    # A sanitizer's runtime must be the first library of a process.
-    alone = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run([*command, level, str(given), str(result)], capture_output=True, text=True, timeout=120, env=alone)
-    assert done.returncode == 0, done.stderr
+    run_alone([*command, level, str(given), str(result)])
     found, at = np.fromfile(result, np.float32), 0
 
     def take(size: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The C++ of the native back end without Python: NEON under an emulator, and the levels of x86 under the sanitizers."""
 
+import itertools
 import platform
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.native_problems import Case, build, run
+from tests.native_problems import Case, build, numbers, run, run_alone
 from tests.test_native import SPECS, made, takes
 
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -34,12 +35,22 @@ def cases() -> list[Case]:
     return plain + masked + [Case(made("tc-3", 72, "partial", 1090), 1)]  # enough tokens for tables of components
 
 
+def for_arm(folder: Path, **what: str) -> list[str]:
+    """A program for aarch64, as a command here."""
+    compiler = (compiler_of_this_machine() or "c++") if NATIVE_ARM else CROSS
+    program = str(build(folder, compiler, "ARM64", ["neon", "baseline"], *([] if NATIVE_ARM else ["-static"]), **what))
+    return [program] if NATIVE_ARM else [EMULATOR, program]
+
+
+def levels_of_x86() -> list[str]:
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return ["baseline", *(["avx2"] if "avx2" in flags else []), *(["avx512"] if "avx512dq" in flags and "avx512vl" in flags else [])]
+
+
 @needs_arm
 def test_neon(cases: list[Case], tmp_path: Path) -> None:
     """NEON is right, and what its baseline gives but for rounding."""
-    compiler = (compiler_of_this_machine() or "c++") if NATIVE_ARM else CROSS
-    program = build(tmp_path, compiler, "ARM64", ["neon", "baseline"], *([] if NATIVE_ARM else ["-static"]))
-    command = [str(program)] if NATIVE_ARM else [EMULATOR, str(program)]
+    command = for_arm(tmp_path)
     neon, baseline = (run(tmp_path, cases, level, command) for level in ("neon", "baseline"))
     np.testing.assert_allclose(neon, baseline, rtol=0, atol=1e-5 * np.abs(baseline[np.isfinite(baseline)]).max())
 
@@ -50,8 +61,40 @@ def test_sanitizers(cases: list[Case], compiler: str, tmp_path: Path) -> None:
     """No read beyond an array, no undefined behaviour, no warning."""
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    levels = ["baseline", *(["avx2"] if "avx2" in flags else []), *(["avx512"] if "avx512dq" in flags and "avx512vl" in flags else [])]
     program = build(tmp_path, compiler, "X86", ["baseline", "avx2", "avx512"], "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    for level in levels:
+    for level in levels_of_x86():
         run(tmp_path, cases, level, [str(program)])
+
+
+def assert_streams(folder: Path, level: str, command: list[str]) -> None:
+    """Every number of bits, as one stream and in words, of counts around whole groups and more codes than are taken at once."""
+    rng, given, wanted = np.random.default_rng(0), [], []
+    for bits, words, count in itertools.product(range(1, 9), (False, True), (1, 7, 8, 31, 64, 2048, 4101)):
+        codes, per = rng.integers(0, 256, count).astype(np.uint8), 32 // bits
+        low = codes & (1 << bits) - 1
+        planes = (low[:, None] >> np.arange(bits) & 1).astype(np.uint8)
+        if words:
+            filled = np.zeros((-(-count // per) * per, bits), np.uint8)
+            filled[:count] = planes
+            planes = np.pad(filled.reshape(-1, per * bits), [(0, 0), (0, 32 - per * bits)])
+        packed = np.packbits(planes.reshape(-1), bitorder="little")
+        given.append(numbers(bits, words, count, len(packed)) + codes.tobytes())
+        wanted.append(packed.tobytes() + low.tobytes())
+    (folder / "codes").write_bytes(b"".join(given))
+    run_alone([*command, level, str(folder / "codes"), str(folder / f"streams-{level}")])
+    assert (folder / f"streams-{level}").read_bytes() == b"".join(wanted)
+
+
+@needs_arm
+def test_streams_on_neon(tmp_path: Path) -> None:
+    command = for_arm(tmp_path, name="run_streams", sources="streams")
+    for level in ("neon", "baseline"):
+        assert_streams(tmp_path, level, command)
+
+
+@pytest.mark.skipif(not X86 or shutil.which("g++") is None, reason="the levels of x86, and no g++")
+def test_streams_under_the_sanitizers(tmp_path: Path) -> None:
+    sanitizers = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    program = build(tmp_path, "g++", "X86", ["baseline", "avx2", "avx512"], *sanitizers, name="run_streams", sources="streams")
+    for level in levels_of_x86():
+        assert_streams(tmp_path, level, [str(program)])

@@ -586,8 +586,12 @@ class ValueReader:
     @cached_property
     def quantisers(self) -> Any:
         """Of the scales, for the native back end."""
+        return native.quantisers(*self.stored())
+
+    def stored(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `Components.stored`, of the scales."""
         one, bits = np.arange(self.heads + 1, dtype=np.int32), np.full(self.heads, SCALE_BITS, np.uint16)
-        return native.quantisers(one, bits, native.shared(self.sizes))
+        return one, bits, native.shared(self.sizes)
 
     def scales(self, part: mx.array) -> mx.array:
         """(blocks, bytes) uint8 -> (H, blocks, 32) float32."""
