@@ -11,16 +11,19 @@ and repeated: what they say does not matter to the time. Beside them raw float16
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
+from kvtool.bench.rows import Size, plan_of
+from kvtool.bench.rows import rows as drawn
 from veloxquant_mlx import native
 from veloxquant_mlx.caches.blocks import Block, CodedRows
 from veloxquant_mlx.caches.coded import Growth
 from veloxquant_mlx.caches.visibility import Visibility
-from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.codecs import Codec, parse_codec
 from veloxquant_mlx.codecs._base import DTYPES
 from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.transfer.rope import RopeSpec, rotate
@@ -31,6 +34,7 @@ CASES = (
     *(("raw", None), ("rvq-4", None), ("rvq-4", ROPE), ("rvq-2", None), ("rvq-2+2", None), ("rvq-8", None), ("rabitq", None)),
     *(("rabitq", ROPE), ("k=rabitq,v=rvq-2", None), ("affine-4", None), ("affine-4", ROPE), ("tc-2.05", None), ("tc-2.05", ROPE)),
 )
+LEARNT = ("vecinfer-2", "commvq-2", "commvq-2:product")  # their tables are learnt as they encode
 # Components of a head's keys: 80 of 128 have bits, 262 together, as many a value as the values' own 2 and a scale.
 WIDTHS = "6" * 8 + "5" * 12 + "4" * 16 + "3" * 16 + "2" * 14 + "1" * 14 + "0" * 48
 
@@ -86,23 +90,33 @@ def main(rows: int) -> None:
 
 
 def encode(rows: int) -> None:
-    """Values a second of `Codec.encode`, keys of one layer in float16."""
+    """Values a second of `Codec.encode`, keys of one layer in float16; `tc` of both roles, by tables of a calibration."""
     x = mx.array(np.random.default_rng(0).standard_normal((HEADS, rows, DIM)).astype(np.float16))
     mx.eval(x)
     print(f"encode, {rows} rows, {native.level()}, threads {native.threads()}, load {os.getloadavg()[0]:.1f}")
-    for spec in ("rvq-4", "rvq-2+2", "rvq-2", "rabitq", "rabitq-4", "affine-4", "rvq-8"):
-        codec = parse_codec(spec).k
-        codec.encode(x)
+    for name, codec, rows_, given in coders(x, ("rvq-4", "rvq-2+2", "rvq-2", "rabitq", "rabitq-4", "affine-4", "rvq-8", *LEARNT)):
+        codec.encode(rows_, *given)
         cpu, wall = [], []
         for _ in range(CALLS):
             starts = time.process_time(), time.perf_counter()
-            codec.encode(x)
+            codec.encode(rows_, *given)
             cpu.append(time.process_time() - starts[0])
             wall.append(time.perf_counter() - starts[1])
-        best, middle = (x.size / 1e6 / t for t in (min(wall), sorted(wall)[CALLS // 2]))
-        print(
-            f"{spec:10} best {best:6.0f}, median {middle:6.0f} M values/s; {x.size / 1e6 / sorted(cpu)[CALLS // 2]:6.0f} a core", flush=True
-        )
+        best, middle, core = (x.size / 1e6 / t for t in (min(wall), sorted(wall)[CALLS // 2], min(cpu)))
+        print(f"{name:16} best {best:6.0f}, median {middle:6.0f} M values/s; {core:6.0f} a second of processor time", flush=True)
+
+
+def coders(x: mx.array, specs: tuple[str, ...]) -> Iterator[tuple[str, Codec, mx.array, tuple[dict[str, mx.array], ...]]]:
+    """Name, codec, rows and what is given beside them: `x` by the codecs that need no calibration, then keys and values of `tc`."""
+    for spec in specs:
+        yield spec, parse_codec(spec).k, x, ()
+    size = Size(1, HEADS * GROUPS, HEADS, DIM, x.shape[1], 1)
+    plan, own = plan_of("tc-2.05", size, 0), drawn(size, mx.float16, 0)
+    k, v = own.k[0], own.v[0]
+    mx.eval(k, v)
+    yield "tc-2.05, keys", plan.k, k, ()
+    decoded = plan.k.decode(plan.k.encode(k), k.shape, mx.float32)
+    yield "tc-2.05, values", plan.v, v, ({"k": decoded},)
 
 
 def decode(rows: int) -> None:
@@ -126,10 +140,10 @@ def decode(rows: int) -> None:
         return best
 
     copied = timed("copy", lambda: np.copyto(copy, source))
-    for spec in ("rvq-4", "rvq-2+2", "rvq-2", "rabitq", "rabitq-4", "affine-4", "rvq-8"):
-        codec = parse_codec(spec).k
-        parts = codec.encode(x)
-        timed(spec, lambda codec=codec, parts=parts: mx.eval(codec.decode(parts, x.shape, mx.float16)), copied)
+    for name, codec, rows_, given in coders(x, ("rvq-4", "rvq-2+2", "rvq-2", "rabitq", "rabitq-4", "affine-4", "rvq-8", *LEARNT)):
+        parts = codec.encode(rows_, *given)
+        run = partial(codec.decode, parts, x.shape, mx.float16, *given)
+        timed(name, lambda run=run: mx.eval(run()), copied)
     at, other = np.arange(rows), RopeSpec("default", DIM, base=1e4)
     for name, target, to, method in (
         ("RoPE undone", None, at, "mlx"),
