@@ -41,7 +41,7 @@ MANY_ROWS = 64  # as in prefill_tiles.metal, here and below
 MANY_SIMDS = 8
 MANY_DIM = 128
 GROUP_BYTES = 32 * 1024  # threadgroup memory on Metal
-MANY_BYTES = GROUP_BYTES - 4 * MANY_SIMDS  # for tiles and tables
+MANY_BYTES = GROUP_BYTES - 4 * MANY_SIMDS  # for tiles, what goes with their keys, and tables
 MAX_TABLES = 4096  # floats of tables in threadgroup memory
 FEW_ROWS = 32  # query rows of a KV head that are not yet many: half a threadgroup's
 
@@ -75,12 +75,13 @@ _MANY = """typedef metal::vec<KT, 4> KeyFour;
 typedef metal::vec<VT, 4> ValueFour;
 threadgroup KeyFour k_tile[TILE];
 threadgroup ValueFour v_tile[TILE];
+threadgroup float sides[SIDES];
 threadgroup int odd[NSG];
 threadgroup float tables[TABLES];
 (void)tables;
 {readers}
 kvtool::prefill_tiles<D, BK, SIGNS, NORM, BIAS, VSCALE>(
-    q, q_scale, dims, start, k_norm, k_bias, v_scale, out, lse, key_rows, value_rows, k_tile, v_tile, odd, {place});
+    q, q_scale, dims, start, k_norm, k_bias, v_scale, out, lse, key_rows, value_rows, k_tile, v_tile, sides, odd, {place});
 """
 _CODED = """
 kvtool::CodedRows<decltype(keys.reader)> key_rows{keys.reader};
@@ -106,7 +107,7 @@ class Many:
 
     def block(self, dim: int, tables: int) -> int:
         """Keys of a tile: as many as fit, 32 at most."""
-        row = (dim + 8) * (self.key_type.size + self.value_type.size)
+        row = (dim + 8) * (self.key_type.size + self.value_type.size) + 3 * 4
         return next(keys for keys in (32, 16, 8) if keys * row + 4 * tables <= MANY_BYTES)
 
 
@@ -266,7 +267,7 @@ def launch_many(
     tables = tables if many.tables is None else many.tables
     keys = many.block(options.dim, tables)
     template = [
-        *(("E", 8), ("NSG", MANY_SIMDS), ("BK", keys), ("TILE", keys * (options.dim + 8) // 4), ("TABLES", tables)),
+        *(("E", 8), ("NSG", MANY_SIMDS), ("BK", keys), ("TILE", keys * (options.dim + 8) // 4), ("SIDES", 3 * keys), ("TABLES", tables)),
         *(("KT", many.key_type), ("VT", many.value_type), ("SIGNS", many.signs)),
         *template,
     ]

@@ -20,6 +20,17 @@ METAL_FUNC uint code_of(int32_t code) {
   return uint(metal::max(code, 0));
 }
 
+METAL_FUNC uint4 four_codes(const device uint16_t* from) {
+  return uint4(ushort4(*(const device packed_ushort4*)from));
+}
+METAL_FUNC uint4 four_codes(const device uint32_t* from) {
+  return uint4(*(const device packed_uint4*)from);
+}
+METAL_FUNC uint4 four_codes(const device int32_t* from) {
+  const uint4 four = uint4(*(const device packed_uint4*)from);
+  return uint4(code_of(int32_t(four.x)), code_of(int32_t(four.y)), code_of(int32_t(four.z)), code_of(int32_t(four.w)));
+}
+
 // Bytes as little-endian words.
 template <int BYTES>
 METAL_FUNC void load_words(thread uint* words, const device uint8_t* from) {
@@ -118,6 +129,20 @@ struct Codes<0, BITS> {
 
   template <int COUNT, int E, typename T>
   static METAL_FUNC void load(thread uint* code, const device T* row, int i) {
+    if (E % 4 == 0 && COUNT % E == 0) {
+      ATTEND_UNROLL
+      for (int e = 0; e < E; e += 4) {
+        uint4 four = uint4(0, 0, 0, 0);
+        if (i < COUNT) {
+          four = four_codes(row + i + e);
+        }
+        ATTEND_UNROLL
+        for (int c = 0; c < 4 && e + c < E; c++) {
+          code[e + c] = four[c];
+        }
+      }
+      return;
+    }
     ATTEND_UNROLL
     for (int e = 0; e < E; e++) {
       code[e] = i + e < COUNT ? at(row, i + e) : 0;

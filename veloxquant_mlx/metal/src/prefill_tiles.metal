@@ -118,7 +118,7 @@ METAL_FUNC bool prefill_load(
   return odd;
 }
 
-// k_tile, v_tile: BK rows of D + 8; odd: a flag for each SIMD-group. SIGNS: of a query, its signs count (>= 0).
+// k_tile, v_tile: BK rows of D + 8; sides: of each key its norm, bias and value's factor; odd: a flag for each SIMD-group. SIGNS: of a query, its signs count (>= 0).
 template <
     int D, int BK, bool SIGNS, bool NORM, bool BIAS, bool VSCALE, typename Keys, typename Values,
     typename Q, typename N, typename C, typename S, typename O>
@@ -136,6 +136,7 @@ METAL_FUNC void prefill_tiles(
     Values values,
     threadgroup metal::vec<typename Keys::tile, 4>* k_tile,
     threadgroup metal::vec<typename Values::tile, 4>* v_tile,
+    threadgroup float* sides,
     threadgroup int* odd,
     uint block,
     uint split,
@@ -208,6 +209,19 @@ METAL_FUNC void prefill_tiles(
     threadgroup_barrier(mem_flags::mem_threadgroup);
     prefill_load<D, BK>(keys, head, base, length, false, k_tile, sg * 32 + lane);
     const bool met = prefill_load<D, BK>(values, head, base, length, !whole, v_tile, sg * 32 + lane);
+    const int side = int(sg * 32 + lane);
+    if (side < BK) {
+      const size_t token = head_row + metal::min(base + side, length - 1);
+      if (NORM) {
+        sides[side] = float(k_norm[token]);
+      }
+      if (BIAS) {
+        sides[BK + side] = float(k_bias[token]) * ATTEND_LOG2E;
+      }
+      if (VSCALE) {
+        sides[2 * BK + side] = float(v_scale[token]);
+      }
+    }
     const bool any = simd_any(met);
     if (lane == 0) {
       odd[sg] = any;
@@ -234,12 +248,11 @@ METAL_FUNC void prefill_tiles(
     for (int n = 0; n < BK / 8; n++) {
       ATTEND_UNROLL
       for (int e = 0; e < 2; e++) {
-        const int j = base + n * 8 + column + e;
+        const int at = n * 8 + column + e;
+        const int j = base + at;
         float x = s[n].thread_elements()[e] * factor;
-        if (NORM || BIAS) {
-          const size_t token = head_row + metal::min(j, length - 1);
-          x = (NORM ? x * float(k_norm[token]) : x) + (BIAS ? float(k_bias[token]) * ATTEND_LOG2E : 0.0f);
-        }
+        x = NORM ? x * sides[at] : x;
+        x = BIAS ? x + sides[BK + at] : x;
         x = whole || (low <= j && j < high) ? x : -INFINITY;
         s[n].thread_elements()[e] = x;
         largest = metal::max(largest, x);
@@ -253,10 +266,11 @@ METAL_FUNC void prefill_tiles(
     for (int n = 0; n < BK / 8; n++) {
       ATTEND_UNROLL
       for (int e = 0; e < 2; e++) {
-        const int j = base + n * 8 + column + e;
+        const int at = n * 8 + column + e;
+        const int j = base + at;
         const float p = prefill_power(s[n].thread_elements()[e], top);
         added += p;
-        s[n].thread_elements()[e] = VSCALE && (whole || (low <= j && j < high)) ? p * float(v_scale[head_row + j]) : p;
+        s[n].thread_elements()[e] = VSCALE && (whole || (low <= j && j < high)) ? p * sides[2 * BK + at] : p;
       }
     }
     total = total * keep + prefill_row_sum(added);

@@ -68,6 +68,8 @@ CASES = (
     case("many-D128", D=128, group=4, H=1, Q=9, S=37, dtype="float16", codebook="float16", index="uint16", entries=256, lse=True),
     case("many-lsb8", packed("lsb8", 5), S=37, Q=33, k_norm=None),
     case("many-nan-value-centroid", lambda g, rng: {"v_codebook": at(g["v_codebook"], (3, 1), np.nan)}, S=37, Q=37),
+    # Four indices of a lane at once.
+    *(case(f"{index}-indices", index=index, S=21) for index in ("uint16", "uint32")),
     # Codebooks beyond threadgroup memory: of values, of keys.
     case("v-codebook-far", S=19, entries=256, n_sub_v=2, n_sub=16),
     case("k-codebook-far", S=19, entries=256, n_sub_v=16, n_sub=2),
@@ -173,5 +175,7 @@ MUTATIONS = (
     Mutation(FUNCTION, "head-order", "(row % heads) * queries + row / heads : 0", "row : 0", ("D96-group-3",)),
     Mutation(FUNCTION, "entry-not-advanced", "WHOLE ? e % SUB == 0 : e == 0 || d % SUB == 0", "e == 0", ("prime",)),
     Mutation(FUNCTION, "values-from-keys", "v_words = k_words + dims[9] * SUBK", "v_words = k_words", ("prime",)),
+    Mutation(FUNCTION, "negative-index-not-clamped", "code_of(int32_t(four.y))", "four.y", ("negative-index",)),
+    Mutation(FUNCTION, "one-index-of-four", "code[e + c] = four[c]", "code[e + c] = four[0]", ("prime",)),
     Mutation(FUNCTION, "many-first-row-only", "int(sg) * 8 + matrix_row(lane)", "matrix_row(lane)", ("many-causal",)),
 )

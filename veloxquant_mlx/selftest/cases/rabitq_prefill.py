@@ -180,8 +180,9 @@ MUTATIONS = (
         *("index-not-clamped", "table[metal::min(code[e], uint(entries - 1))]", "table[code[e]]"),
         *(("index-beyond-the-table", "one-entry"), "uninitialised"),
     ),
-    _mutation("bias-in-base-e", "(BIAS ? float(k_bias[token]) * ATTEND_LOG2E", "(BIAS ? float(k_bias[token])", ("one-query",)),
-    _mutation("bias-forgotten", "(BIAS ? float(k_bias[token])", "(false ? float(k_bias[token])", ("one-query",)),
+    _mutation("bias-in-base-e", "= float(k_bias[token]) * ATTEND_LOG2E", "= float(k_bias[token])", ("one-query",)),
+    _mutation("bias-forgotten", "BIAS ? x + sides[BK + at] : x", "false ? x + sides[BK + at] : x", ("one-query",)),
+    _mutation("magnitude-of-another-key", "x * sides[at]", "x * sides[at / 2]", ("one-query",)),
     _mutation("rows-beyond-the-last", "base + j < keys", "true", ("one-query", "one"), "out of bounds"),
     _mutation("queries-beyond-the-last", "if (row >= rows) {\n    return;\n  }\n  const size_t index", "const size_t index", ("one",)),
 )
