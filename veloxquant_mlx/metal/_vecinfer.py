@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx import native
 from veloxquant_mlx.allocators.vecinfer import clamped_indices, dequantize_vq, effective_smooth, quantize_vq
 from veloxquant_mlx.metal._backend import backend, natively
 from veloxquant_mlx.metal._checks import FLOATS, INTEGERS, check_array, check_int, message, require
@@ -203,9 +204,9 @@ def _quantised(x: mx.array, codebook: mx.array, sub_dim: int) -> mx.array:
     """`quantize_vq`, by the extension where it has a search: up to 256 codewords."""
     if not natively() or not searching.takes(x) or codebook.shape[0] > MAX_SEARCHED:
         return quantize_vq(x, codebook, sub_dim)
-    vectors = x.astype(mx.float32).reshape(1, -1, 1, sub_dim)
-    codes = searching.codes(vectors, np.array(codebook.astype(mx.float32)))
-    return codes.astype(mx.int32).reshape(*x.shape[:-1], x.shape[-1] // sub_dim)
+    vectors = native.packed(x.astype(mx.float32)).reshape(-1, sub_dim)
+    codes = searching.nearest_single(vectors, np.array(codebook.astype(mx.float32)))
+    return mx.array(codes.astype(np.int32)).reshape(*x.shape[:-1], x.shape[-1] // sub_dim)
 
 
 def _codewords(indices: mx.array, codebook: mx.array) -> mx.array:
