@@ -92,6 +92,25 @@ def test_codec_and_error_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "error / energy: keys 0.00" in said and f"from {where} (rvq-4)" in said
 
 
+def test_chunks_of_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = str(tmp_path / "s")
+    put = out(capsys, "export", *MODEL, "--prompt", PROMPT, "--codec", "rvq-4", "--store", where, "--chunk", "64")
+    assert put["chunks"] == put["tokens"] // 64
+    back = ["import", "--store", where, *MODEL, "--prompt", PROMPT + WORDS, "--max-tokens", "1", "--no-put"]
+    assert out(capsys, *back)["usable_tokens"] >= put["chunks"] * 64 > 512  # of chunks of 256 tokens it would be 512
+    assert out(capsys, *back, "--codec", "rvq-4", "--chunk", "64")["usable_tokens"] >= put["chunks"] * 64
+    assert out(capsys, *back, "--codec", "rvq-4")["usable_tokens"] == 0
+    assert "recent must be at most a chunk of 16" in out(capsys, *put_of(where), "--chunk", "16", code=2)["error"]
+    single = str(tmp_path / "a.kv")
+    assert run(["export", *MODEL, "--prompt", PROMPT, "-o", single]) == 0
+    assert out(capsys, "store", "put", where, single, *MODEL, "--chunk", "128")["chunks"] == put["tokens"] // 128
+    assert run(["export", *MODEL, "--prompt", PROMPT, "-o", single, "--chunk", "64"]) == 2
+
+
+def put_of(where: str) -> list[str]:
+    return ["export", *MODEL, "--prompt", PROMPT, "--codec", "rvq-4", "--store", where]
+
+
 def test_import_exact_gives_the_text_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = tmp_path / "s"
     texts = []

@@ -10,7 +10,7 @@ import pytest
 import kvtool
 from formats.container import open_container
 from kvtool.store.finding import matches
-from kvtool.store.resuming import Resumed, resume
+from kvtool.store.resuming import Resumed, put_prompt, resume
 from kvtool.store.store import Store
 from tests.library import f64, ids, renamed, tiny, twin
 from tests.tiny_random import WINDOW
@@ -133,6 +133,25 @@ def test_snapshots_on_the_way_serve_prompts_that_begin_alike(tmp_path: Path, fam
     assert np.abs(next_logits(resumed, model) - want).max() < (1e-4 if codec == "raw" else 0.3 * np.abs(want).max())
     with pytest.raises(ValueError, match="every must be"):
         resume(store, other, model, every=0)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_a_prompt_is_put_with_snapshots_on_the_way(tmp_path: Path, family: str) -> None:
+    """Each is found by exactly its tokens, and is the cache of these; a cache that is cut into chunks has none."""
+    model, store, tokens = tiny(family), store_at(tmp_path), ids(3 * WINDOW)
+    told: list[tuple[int, int]] = []
+    report = put_prompt(store, tokens, model, codec="raw", every=WINDOW, progress=lambda *done: told.append(done))
+    assert (report.tokens, report.new) == (3 * WINDOW - 1, 3) and told[-1] == (3 * WINDOW - 1, 3 * WINDOW - 1) and len(told) == 3
+    assert sorted(entry.tokens for entry in store.entries()) == [WINDOW, 2 * WINDOW, 3 * WINDOW - 1]
+    for other, usable in ((tokens, 3 * WINDOW - 1), ([*tokens[: 2 * WINDOW], 5, 6, 7], 2 * WINDOW)):
+        resumed = resume(store, other, model, put=False)
+        want = f64(model.model(mx.array([other]))[:, -1])
+        assert resumed.usable == usable and np.abs(next_logits(resumed, model) - want).max() < 1e-4
+    cut = Store(tmp_path / "cut", chunk=CHUNK)
+    assert put_prompt(cut, ids(2 * CHUNK + 5), tiny("qwen3"), codec="raw", every=8).chunks == 2 and len(cut.entries()) == 3
+    for wrong, every in ((tokens, 0), ([], 4)):
+        with pytest.raises(ValueError, match=r"every must be|more than the one"):
+            put_prompt(store, wrong, model, codec="raw", every=every)
 
 
 @pytest.mark.parametrize(("family", "damaged"), [("qwen3", 0), ("qwen3", 1), ("gemma3_text", 0)])

@@ -108,6 +108,20 @@ class OutputFile(click.Path):
 quota_option = click.option(
     "--quota", type=Size(), metavar="SIZE", help="Bytes that the store may take, such as 10GB; the least worth goes. By default no end."
 )
+chunk_option = click.option(
+    "--chunk",
+    type=click.IntRange(1, 1 << 20),
+    metavar="N",
+    help="Tokens of a chunk of what is put into the store, by default 256. Prompts share whole chunks: smaller ones more, in more objects. "
+    "What was put with another size is found too, but for an import with --codec.",
+)
+snapshot_option = click.option(
+    "--snapshot-every",
+    "every",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --store, of a model whose cache is kept in one piece (sliding windows, recurrent layers): keep it after each N tokens too.",
+)
 
 
 def emit(as_json: bool, data: dict[str, Any], text: str) -> None:
@@ -278,11 +292,11 @@ def check_store(where: str) -> None:
         )
 
 
-def opened(where: str, quota: int | None = None) -> "Store":
-    """The store at an address."""
+def opened(where: str, quota: int | None = None, chunk: int | None = None) -> "Store":
+    """The store at an address; `chunk` tokens are a chunk of what is put, by default as the library has it."""
     from kvtool.store.store import Store
 
-    return Store(where, quota=quota)
+    return Store(where, quota=quota) if chunk is None else Store(where, quota=quota, chunk=chunk)
 
 
 def put_lines(report: "PutReport") -> str:

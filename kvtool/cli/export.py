@@ -15,6 +15,7 @@ from kvtool.cli._common import (
     adapter_option,
     bar,
     check_target,
+    chunk_option,
     dtype_option,
     emit,
     frame_option,
@@ -29,6 +30,7 @@ from kvtool.cli._common import (
     recent_option,
     save_lines,
     sink_option,
+    snapshot_option,
 )
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=OutputFile(), metavar="OUT.kv", help="The file to write.")
 @click.option("--store", "where", metavar="STORE", help="Put it into a store instead; see kvtool store.")
 @quota_option
+@chunk_option
+@snapshot_option
 @json_option
 @click.pass_context
 def command(
@@ -106,6 +110,8 @@ def command(
     output: str | None,
     where: str | None,
     quota: int | None,
+    chunk: int | None,
+    every: int | None,
     as_json: bool,
 ) -> None:
     """Run a prompt once and keep its KV cache in a file, or in a store.
@@ -130,8 +136,14 @@ def command(
     limit = None if quality is None else _limit(quality)
     if quality is not None and from_cache is not None:
         raise click.UsageError("--quality measures on the prompt, so it does not go with --from-cache")
-    if (output is None) == (where is None) or (where is None and quota is not None) or (where is not None and no_zstd):
-        raise click.UsageError("give one of --output and --store; --quota goes with the latter, --no-zstd with the former")
+    if (output is None) == (where is None) or (where is None and (quota, chunk, every) != (None,) * 3) or (where is not None and no_zstd):
+        raise click.UsageError(
+            "give one of --output and --store; --quota, --chunk and --snapshot-every go with the latter, --no-zstd with the former"
+        )
+    if every is not None and (from_cache is not None or limit is not None):
+        raise click.UsageError(
+            "--snapshot-every keeps a prompt's cache while it is run, with a given codec: not with --from-cache or --quality"
+        )
     if where is not None and layer_inputs is not None:
         raise click.UsageError("--layer-input goes with --output: a store keeps keys and values alone")
     if output is not None:
@@ -140,10 +152,11 @@ def command(
     text = read_text(prompt_file) if prompt_file is not None else prompt
 
     from kvtool.archive import save
-    from kvtool.capturing import capture
+    from kvtool.capturing import capture, encode_prompt
     from kvtool.encoding import codec_plan
     from kvtool.foreign import caches_from_prompt_cache
     from kvtool.model import load_model
+    from kvtool.store.resuming import put_prompt
     from veloxquant_mlx.codecs import CodecPlan
     from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
     from veloxquant_mlx.codecs.tc import Tc
@@ -170,6 +183,13 @@ def command(
             note(f"{from_cache} does not say which adapter computed it: that it is {adapter} is taken on trust")
         with naming(from_cache):
             snapshot = capture(model, cache=caches, tokens=ids)
+    elif every is not None:
+        assert where is not None
+        prompt_ids = ids if ids is not None else encode_prompt(model, text or "", chat=chat)
+        with opened(where, quota, chunk) as store, bar("prefill", quiet=as_json) as progress:
+            put = put_prompt(store, prompt_ids, model, codec=plan, calibration=calibration, every=every, progress=progress)
+        emit(as_json, {"store": where, **asdict(put), "prompt_tokens": len(prompt_ids)}, put_lines(put))
+        return
     else:
         with bar("prefill", quiet=as_json) as progress:
             snapshot = capture(model, text if text is not None else ids, chat=chat, layer_inputs=inputs, progress=progress)
@@ -194,7 +214,7 @@ def command(
     prompt_tokens = None if snapshot.tokens is None else len(snapshot.tokens)
     if output is None:
         assert where is not None
-        with opened(where, quota) as store, bar("writing", quiet=as_json) as progress:
+        with opened(where, quota, chunk) as store, bar("writing", quiet=as_json) as progress:
             put = store.put(snapshot, codec=plan, calibration=calibration, model=model, progress=progress)
         emit(as_json, {"store": where, **asdict(put), "prompt_tokens": prompt_tokens}, put_lines(put))
         return

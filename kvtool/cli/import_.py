@@ -18,6 +18,7 @@ from kvtool.cli._common import (
     bar,
     calibration_option,
     check_target,
+    chunk_option,
     counted,
     dtype_option,
     emit,
@@ -32,6 +33,7 @@ from kvtool.cli._common import (
     quota_option,
     read_text,
     recompute_option,
+    snapshot_option,
 )
 
 if TYPE_CHECKING:
@@ -83,15 +85,10 @@ def _finite(value: float) -> float:
 @click.option("--require", "limits", metavar="LIMITS", help="Refuse (exit 7) unless sealed to be as good, such as kl=0.05,top1=0.9.")
 @click.option("--chat", is_flag=True, help="With --store: wrap the prompt as a user's message in the model's chat template.")
 @click.option("--codec", metavar="SPEC", help="With --store: code what was run like this; by default like its beginning, else rvq-4.")
-@click.option(
-    "--snapshot-every",
-    "every",
-    type=click.IntRange(1),
-    metavar="N",
-    help="With --store, of a model whose cache is kept in one piece (sliding windows, recurrent layers): keep it after each N tokens too.",
-)
+@snapshot_option
 @click.option("--no-put", is_flag=True, help="With --store: leave the store as it is.")
 @quota_option
+@chunk_option
 @calibration_option
 @dtype_option
 @json_option
@@ -118,6 +115,7 @@ def command(
     every: int | None,
     no_put: bool,
     quota: int | None,
+    chunk: int | None,
     calibration: str | None,
     dtype: str,
     as_json: bool,
@@ -137,8 +135,8 @@ def command(
         raise click.UsageError("give one of --prompt and --prompt-file")
     if (source is None) == (where is None):
         raise click.UsageError("give one of IN.kv and --store")
-    if where is None and (chat or no_put or (codec, every, quota) != (None, None, None)):
-        raise click.UsageError("--chat, --codec, --snapshot-every, --no-put and --quota go with --store")
+    if where is None and (chat or no_put or (codec, every, quota, chunk) != (None,) * 4):
+        raise click.UsageError("--chat, --codec, --snapshot-every, --no-put, --quota and --chunk go with --store")
     if where is not None and (target, live, mapping, recompute, from_model, limits, allow_mismatch) != (*(None,) * 6, False):
         raise click.UsageError(
             "--to, --live, --map, --recompute, --from-model, --require, --allow-mismatch go with a file (kvtool store get)"
@@ -174,7 +172,7 @@ def command(
         assert text is not None
         tokens = encode_prompt(model, text, chat=chat)
         start = time.perf_counter()
-        with opened(where, quota) as store, bar("prefill", quiet=as_json) as progress:
+        with opened(where, quota, chunk) as store, bar("prefill", quiet=as_json) as progress:
             resumed = resume(
                 store, tokens, model, codec=codec, calibration=calibration, put=not no_put, every=every, decode=decode, progress=progress
             )

@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from kvtool.cli._common import adapter_option, calibration_option, dtype_option, model_option, note, opened, quota_option
+from kvtool.cli._common import adapter_option, calibration_option, chunk_option, dtype_option, model_option, note, opened, quota_option
 
 
 @click.command("lm-server", context_settings={"ignore_unknown_options": True})
@@ -29,6 +29,7 @@ from kvtool.cli._common import adapter_option, calibration_option, dtype_option,
     "most; killed, it forgets what waited.",
 )
 @quota_option
+@chunk_option
 @click.option("--store-codec", default="rvq-4", show_default=True, metavar="SPEC", help="Of what is put into the store.")
 @calibration_option
 @dtype_option
@@ -40,6 +41,7 @@ def command(
     codec: str | None,
     store: str | None,
     quota: int | None,
+    chunk: int | None,
     store_codec: str,
     calibration: str | None,
     dtype: str,
@@ -47,6 +49,9 @@ def command(
 ) -> None:
     """Serve a model with mlx_lm.server, whose prompt cache holds these files from the start, or is kept in a store. SERVER_OPTION is any of
     mlx_lm.server's own.
+
+    A cache that cannot be cut (sliding windows, recurrent layers) is kept where mlx-lm hands it out: at the ends of a conversation's
+    messages and of the answer. Its prefill stops nowhere else, so that there is no --snapshot-every here.
 
     \b
     Example:
@@ -70,7 +75,7 @@ def command(
     if store is None:
         serve(model, prompts, options, empty=empty)
     else:
-        with opened(store, quota) as place:
+        with opened(store, quota, chunk) as place:
             try:
                 place.known.spaces()  # another key than the store's, or none, is no reason to begin
             except OSError as error:

@@ -15,6 +15,7 @@ from kvtool.cli._common import (
     calibration_option,
     check_store,
     check_target,
+    chunk_option,
     counted,
     dtype_option,
     emit,
@@ -191,6 +192,7 @@ def gc(where: str, quota: int | None, tenants: Path | None, as_json: bool) -> No
 @adapter_option
 @click.option("--codec", default="rvq-4", show_default=True, metavar="SPEC", help="Encode with this codec; see kvtool export.")
 @quota_option
+@chunk_option
 @calibration_option
 @dtype_option
 @json_option
@@ -201,6 +203,7 @@ def put(
     adapter: str | None,
     codec: str,
     quota: int | None,
+    chunk: int | None,
     calibration: str | None,
     dtype: str,
     as_json: bool,
@@ -223,7 +226,7 @@ def put(
         info = replace(archive.manifest.model, dtype=model.info.dtype)
         inputs = {given.layer: archive.decoder.layer_input(given.layer) for given in archive.manifest.layer_inputs}
         snapshot = Snapshot(info, archive.tokens, archive.length, states, probes, archive.manifest.quality, inputs)
-    with opened(where, quota) as store, bar("writing", quiet=as_json) as progress:
+    with opened(where, quota, chunk) as store, bar("writing", quiet=as_json) as progress:
         report = store.put(snapshot, codec=codec, calibration=calibration, model=model, progress=progress)
     for remark in report.notes:
         note(remark)

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvtool.archive import Restored
 from kvtool.calibrations import Calibration, is_calibrated, resolve
-from kvtool.capturing import PREFILL_STEP, Snapshot, capture, check_ids, prefill, token_ids
+from kvtool.capturing import PREFILL_STEP, Snapshot, cached_part, capture, check_ids, prefill, token_ids
 from kvtool.encoding import codec_plan
 from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
@@ -170,6 +170,49 @@ def resume(
             one.growth = growth
     codec, quality = (None, ()) if restored is None else (found[0].space.codec, restored.quality)
     return Resumed(cache, last, usable, len(begin) - usable, report, notes, codec, quality)
+
+
+def put_prompt(
+    store: Store,
+    tokens: Sequence[int],
+    model: LoadedModel,
+    *,
+    codec: str | CodecPlan = DEFAULT,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
+    every: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> PutReport:
+    """Run a prompt and put its cache; one that is kept in one piece also as it stood after each `every` tokens.
+
+    Args:
+        store, tokens, model, codec, calibration, progress: as `resume` takes them. Nothing is looked up.
+        every: tokens between two such states. A cache that is cut into chunks needs none.
+    Returns:
+        What the whole prompt's put wrote; `new` and `bytes` count the earlier states too.
+    Raises:
+        ValueError: no token, ids outside the vocabulary, or `every` below 1.
+        StoreFullError, OSError: as `Store.put`.
+    """
+    ids = token_ids(tokens)
+    if type(every) is not int or every < 1:
+        raise ValueError(f"[put_prompt] every must be a number of tokens, at least 1, but got {every!r}.")
+    plan = codec_plan(codec)
+    tables = resolve(calibration, model.info.weights)
+    if not _Target.of(store, model, plan, tables).whole:
+        return store.put(capture(model, ids, progress=progress), codec=plan, calibration=calibration, model=model)
+    check_ids(model, ids)
+    length = cached_part(model, len(ids))
+    if length < 1:
+        raise ValueError(f"[put_prompt] tokens must be more than the one that is run last, but got {len(ids)}.")
+    cache = make_prompt_cache(model.model)
+    reports = []
+    for at in range(0, length, every):
+        stop = min(at + every, length)
+        _run(model, cache, ids[at:stop], None)
+        reports.append(store.put(capture(model, cache=cache, tokens=ids[:stop]), codec=plan, calibration=calibration, model=model))
+        if progress is not None:
+            progress(stop, length)
+    return replace(reports[-1], new=sum(one.new for one in reports), bytes=sum(one.bytes for one in reports))
 
 
 @dataclass(frozen=True)
