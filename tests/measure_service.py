@@ -1,4 +1,5 @@
-"""What the service takes: `python -m tests.measure_service [transfer|restart|coming|timing]`, all by default. Medians, on this machine.
+"""What the service takes: `python -m tests.measure_service [transfer|restart|coming|timing|listing]`, all by default. Medians,
+on this machine.
 
 transfer  an object of 100 MB over loopback, read by one plain socket: from the service and from nginx, the same file; and put, beside a
           bare write with fsync. Bytes a second.
@@ -9,6 +10,8 @@ coming    until a prompt of about 100 MB in rvq-4 (SmolLM2's shapes, random rows
 timing    whether the time of a tenant's look-up of a prompt that it does not have tells that another tenant has it: pairs of look-ups in
           random order, a sign test and a test of ranks over the pairs; the same of two prompts that nobody has, and, to see that the test
           finds what there is, of one whose first chunk the tenant has itself.
+listing   processor time of the service, the least of several requests: /v1/stats, pages of /v1/entries and look-ups of 32 000 tokens over
+          HTTP, all found and none, among 10 000 objects in a folder.
 """
 
 import http.client
@@ -38,6 +41,7 @@ from kvtool.probe import probe_model
 from kvtool.service.partition import Partition
 from kvtool.service.tenants import ANYONE, made, write
 from kvtool.store.folder import Folder
+from kvtool.store.keys import chunk_name, tail_name
 from kvtool.store.local_copy import LocalCopy
 from kvtool.store.served import Served
 from kvtool.store.store import Store
@@ -48,6 +52,7 @@ from tests.texts import text
 
 SIZE, RUNS, TOKENS = 100_000_000, 9, 2048
 COMING, RATE, PAIRS = 15_872, 200e6, 1500
+OBJECTS, LOOKED_UP = 10_000, 32_000
 NGINX = """
 worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log; daemon off; user root;
 events {{}}
@@ -273,6 +278,60 @@ def timing(folder: Path) -> None:
         print(f"  sign test p = {sign:.3f}, ranks p = {2 * (1 - normal(abs(ranks))):.3f}")
 
 
+def listing(folder: Path) -> None:
+    model, rng = load_model("tiny-a"), np.random.default_rng(3)
+    objects = Partition(Folder(folder / "store", durable=False), ANYONE.folder, bytes.fromhex(ANYONE.salt))
+    store = Store(objects)
+    store.put(kvtool.capture(model, [int(i) for i in rng.integers(0, 500, 40)]), codec="rvq-4", model=model)
+    (space,), (made,) = store.known.spaces(), store.entries()
+    data = objects.read(made.name)
+    known = [int(i) for i in rng.integers(0, 500, LOOKED_UP)]
+    chain = [space.key, *space.keys(known)]
+    for i, key in enumerate(chain[1:]):
+        objects.write(chunk_name(key, chain[i], i * space.chunk, space.chunk), b"rows")
+    for i in range((OBJECTS - len(chain)) // 10):  # other prompts, of nine chunks and an end
+        ids = [i, *known[: 9 * space.chunk + 9]]
+        chain = [space.key, *space.keys(ids)]
+        for j, key in enumerate(chain[1:]):
+            objects.write(chunk_name(key, chain[j], j * space.chunk, space.chunk), data)
+        objects.write(tail_name(chain[-1], ids[9 * space.chunk :], 9 * space.chunk, 9, space.secret), data)
+    with service(folder / "store", "--no-tokens") as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port)
+
+        def asked(method: str, path: str, body: bytes | None = None) -> dict:
+            connection.request(method, path, body, {} if body is None else {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == 200
+            return json.loads(answer.read())
+
+        stats = asked("GET", "/v1/stats")
+        print(f"{sum(kind['objects'] for kind in stats['kinds'].values())} objects, {stats['bytes'] / 1e6:.0f} MB")
+        none = [known[1], known[0], *known[2:]]
+        assert asked("POST", "/v1/lookup", json.dumps({"tokens": known}).encode())["found"][0]["tokens"] == LOOKED_UP
+        requests: dict[str, tuple[str, str, bytes | None]] = {
+            "stats": ("GET", "/v1/stats", None),
+            "entries, the first 50": ("GET", "/v1/entries?limit=50", None),
+            "entries, 50 further on": ("GET", "/v1/entries?limit=50&skip=5000", None),
+            f"look-up of {LOOKED_UP}, all found": ("POST", "/v1/lookup", json.dumps({"tokens": known}).encode()),
+            f"look-up of {LOOKED_UP}, none": ("POST", "/v1/lookup", json.dumps({"tokens": none}).encode()),
+        }
+        for name, request in requests.items():
+            taken, walls = [], []
+            for _ in range(12):
+                before, start = processor_time(running.process.pid), time.perf_counter()
+                asked(*request)
+                walls.append(time.perf_counter() - start)
+                taken.append(processor_time(running.process.pid) - before)
+            times = f"{1e3 * min(walls):.1f} ms at the clock, {1e3 * min(taken):.1f} ms of processor time"
+            print(f"{name:30} {times}")
+
+
+def processor_time(pid: int) -> float:
+    """Seconds of processor time that a process has taken, all threads, to the scheduler's nanosecond."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
 def normal(x: float) -> float:
     """The normal distribution's share below x."""
     return 0.5 * (1 + math.erf(x / 2**0.5))
@@ -282,7 +341,7 @@ def main(wanted: list[str]) -> None:
     about = machine()
     print(f"{about['date']} {about['processor']}, {about['cores']} cores, load {about['load'][0]}")
     kvtool.use_openblas()
-    for name, run in {"transfer": transfer, "restart": restart, "coming": coming, "timing": timing}.items():
+    for name, run in {"transfer": transfer, "restart": restart, "coming": coming, "timing": timing, "listing": listing}.items():
         if not wanted or name in wanted:
             print(f"-- {name}", flush=True)
             with tempfile.TemporaryDirectory(prefix="kvtool-measure-") as folder:

@@ -355,6 +355,11 @@ def test_prompts_by_their_tokens(client: TestClient, state: State) -> None:
     shorter = client.post("/v1/lookup", json={"tokens": [*tokens[: 2 * CHUNK], 1, 2]}).json()["found"]
     assert [one["tokens"] for one in shorter] == [2 * CHUNK]
     assert client.post("/v1/lookup", json={"tokens": tokens[::-1]}).json() == {"found": []}
+    (space,) = store.known.spaces()
+    assert found[0]["recode"] is None
+    for layers, recode in ((space.about["layers"], False), ("0" * 64, True)):
+        asked = {"tokens": tokens, "model": {"weights": space.about["model"]["weights"], "layers": layers}}
+        assert [one["recode"] for one in client.post("/v1/lookup", json=asked).json()["found"]] == [recode]
     other = {"tokens": tokens, "model": {"weights": "0" * 64}}
     assert client.post("/v1/lookup", json=other).json() == {"found": []}
     assert client.post("/v1/lookup", json={"tokens": tokens}, headers=bearer(BOBS)).json() == {"found": []}
@@ -363,7 +368,7 @@ def test_prompts_by_their_tokens(client: TestClient, state: State) -> None:
     assert entries["total"] == put.chunks + 1 and entries["entries"][0]["quality"][-1]["k_relative_error"] > 0
     assert client.get("/v1/entries", params={"q": "no such"}).json() == {"entries": [], "total": 0}
     about = client.get("/v1/stats").json()
-    assert about["bytes"] == sum(e.size for e in state.partition(ANA).names()) and (about["hits"], about["misses"]) == (2, 2)
+    assert about["bytes"] == sum(e.size for e in state.partition(ANA).names()) and (about["hits"], about["misses"]) == (4, 2)
     assert sum(about["models"].values()) == sum(one["bytes"] for one in entries["entries"])
 
 

@@ -1,5 +1,6 @@
 """Prompts: which are here, which beginnings of given tokens are, and what fits a given model."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,9 +15,8 @@ from kvtool.service.partition import Partition
 from kvtool.store.described import Descriptions
 from kvtool.store.finding import lines
 from kvtool.store.keys import Space
-from kvtool.store.listing import Listed
+from kvtool.store.listing import Listed, kinds, listed
 from kvtool.store.measured import measured
-from kvtool.store.store import Store
 
 router = APIRouter(prefix="/v1", tags=["prompts"])
 Token = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -55,12 +55,14 @@ class Piece(BaseModel):
 
 
 class Found(BaseModel):
-    """A beginning of the tokens that is here: of which space, how many tokens, in which objects."""
+    """A beginning of the tokens that is here: of which space, how many tokens, in which objects; and whether its keys have to be turned for
+    the model's rotation before they are used, null where the question did not give the model's `layers`."""
 
     space: str
     model: str
     codec: str
     tokens: int
+    recode: bool | None
     objects: list[Piece]
 
 
@@ -148,7 +150,9 @@ def _found(objects: Partition, question: Question) -> list[Found]:
         ]
         if len(pieces) == len(best):
             name = known.model_name(space.weights)
-            found.append(Found(space=space.key, model=name, codec=space.codec, tokens=best[-1].stop, objects=pieces))
+            layers = question.model.layers
+            recode = None if layers is None else space.about["layers"] != layers
+            found.append(Found(space=space.key, model=name, codec=space.codec, tokens=best[-1].stop, recode=recode, objects=pieces))
     return sorted(found, key=lambda one: -one.tokens)
 
 
@@ -195,9 +199,9 @@ async def entries(
     """Ends of prompts (and chunks), with what their files say of their quality."""
 
     def page() -> Entries:
-        listed = [one for one in Store(objects).entries() if chunks or one.kind == "tail"]
+        found = listed(objects.names(), Descriptions(objects))
         needle = q.lower()
-        fit = [one for one in listed if needle in f"{one.id} {one.model} {one.codec}".lower()]
+        fit = [one for one in found if (chunks or one.kind == "tail") and needle in f"{one.id} {one.model} {one.codec}".lower()]
         fit.sort(key=lambda one: -one.used)
         shown = fit[skip : skip + limit]
         return Entries(entries=[Rows(**vars(one), quality=measured(objects, one.name)) for one in shown], total=len(fit))
@@ -210,11 +214,10 @@ async def stats(objects: Reads, tenant: Known, state: Its) -> Stats:
     """Bytes by kind and by model; look-ups that found something and those that did not."""
 
     def counted() -> Stats:
-        store = Store(objects)
-        about = store.stats()
-        models: dict[str, int] = {}
-        for one in store.entries():
-            models[one.model] = models.get(one.model, 0) + one.bytes
-        return Stats(bytes=about["bytes"], kinds=about["kinds"], models=models, **state.answered(tenant))
+        entries = list(objects.names())
+        models: Counter[str] = Counter()
+        for one in listed(entries, Descriptions(objects)):
+            models[one.model] += one.bytes
+        return Stats(bytes=sum(one.size for one in entries), kinds=kinds(entries), models=models, **state.answered(tenant))
 
     return await run_in_threadpool(counted)

@@ -100,9 +100,11 @@ class Folder:
                     os.unlink(f"{folder}.lock")
             self._close()
 
-    def _file(self, name: str) -> Path:
+    def _file(self, name: str, folders: set[str] | None = None) -> Path:
         """Where an object is; no folder on the way there is a symbolic link, which could lead anywhere.
 
+        Args:
+            folders: those that this very request has found to be none; it grows.
         Raises:
             OSError: ELOOP.
         """
@@ -110,8 +112,12 @@ class Folder:
         at = len(path) - len(name)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             while (at := path.find("/", at)) >= 0:
-                if stat.S_ISLNK(os.lstat(path[:at]).st_mode):
-                    raise OSError(errno.ELOOP, "a store's folder has no symbolic links in it", path[:at])
+                folder = path[:at]
+                if folders is None or folder not in folders:
+                    if stat.S_ISLNK(os.lstat(folder).st_mode):
+                        raise OSError(errno.ELOOP, "a store's folder has no symbolic links in it", folder)
+                    if folders is not None:
+                        folders.add(folder)
                 at += 1
         return Path(path)
 
@@ -195,7 +201,9 @@ class Folder:
         return None if status is None else status.st_size
 
     def sizes(self, names: Sequence[str], lookup: bool = False) -> list[int | None]:
-        return [self.size(name) for name in names]
+        folders: set[str] = set()
+        statuses = (_regular(self._file(name, folders)) for name in names)
+        return [None if status is None else status.st_size for status in statuses]
 
     def names(self, prefix: str = "") -> Iterator[Entry]:
         # The folder part of a prefix spares the listing of all others.

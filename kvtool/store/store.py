@@ -24,7 +24,7 @@ from kvtool.store.described import Descriptions
 from kvtool.store.finding import Match, matches
 from kvtool.store.joined import quality_of
 from kvtool.store.keys import CHUNK, Space, chunk_name, node_of, tail_name
-from kvtool.store.listing import Listed, listed
+from kvtool.store.listing import Listed, kinds, listed
 from kvtool.store.local_copy import LocalCopy
 from kvtool.store.measured import measured
 from kvtool.store.objects import Objects
@@ -340,19 +340,14 @@ class Store:
 
     def entries(self) -> list[Listed]:
         """All objects with rows, those of one model and codec together, in the order of their tokens."""
-        return listed(self.objects, self.known)
+        return listed(self.objects.names(), self.known)
 
     def stats(self) -> dict[str, Any]:
         """Objects and bytes by kind, what is on its way, the quota, and what this process found."""
-        kinds: dict[str, dict[str, int]] = {}
-        for entry in self.objects.names():
-            kind = kinds.setdefault(entry.name.partition("/")[0], {"objects": 0, "bytes": 0})
-            kind["objects"] += 1
-            kind["bytes"] += entry.size
-        unfinished = self.objects.unfinished()
-        total = sum(kind["bytes"] for kind in kinds.values()) + unfinished
+        by_kind, unfinished = kinds(self.objects.names()), self.objects.unfinished()
+        total = sum(kind["bytes"] for kind in by_kind.values()) + unfinished
         counts = {**self.counts, "evicted": self.room.evicted}
-        return {"kinds": kinds, "unfinished_bytes": unfinished, "bytes": total, "quota": self.room.quota, **counts}
+        return {"kinds": by_kind, "unfinished_bytes": unfinished, "bytes": total, "quota": self.room.quota, **counts}
 
 
 def _written(steps: dict[str, tuple[int, tuple[dict[str, Any], ...]]], path: Path, snapshot: Snapshot, piece: Piece, **how: Any) -> None:
