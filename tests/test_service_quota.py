@@ -1,6 +1,7 @@
 """A tenant's quota is kept at every PUT: bytes that are there and bytes on their way never pass it together."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 from fastapi.testclient import TestClient
 
 import kvtool
-from kvtool.service import accounts
+from kvtool.service import accounts, grants
 from kvtool.service.app import make_app
+from kvtool.service.errors import Refused
+from kvtool.service.grants import Grants
 from kvtool.service.settings import Limits
 from kvtool.service.state import State
 from kvtool.service.tenants import Tenants, made
@@ -174,13 +177,17 @@ def test_uploads_at_once_never_pass_it(tmp_path: Path) -> None:
     assert len(errors) < 80
 
 
+def account_of(state: State, quota: int) -> accounts.Account:
+    return accounts.Account(state.partition(ANA), Grants(state.objects, ANA.folder, state.id), quota, 10, lambda count: None)
+
+
 def test_what_is_kept_while_it_is_counted_is_not_lost(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    account = accounts.Account(state.partition(ANA), 1000, 10, lambda count: None)
+    """Counted twice it would refuse what has room, counted never let in what has none."""
+    account = account_of(state, 1000)
 
     async def talk() -> None:
         await account.reserve("a", 400)
-        mark, began = account.counts, threading.Event()
-        names = type(account._store.objects).names
+        began, names = threading.Event(), type(account._store.objects).names
 
         def slow(self: Any, prefix: str = "") -> Any:
             found = list(names(self, prefix))
@@ -189,15 +196,82 @@ def test_what_is_kept_while_it_is_counted_is_not_lost(state: State, monkeypatch:
             return iter(found)
 
         monkeypatch.setattr(type(account._store.objects), "names", slow)
-        counting = asyncio.ensure_future(account._count())
+        counting = asyncio.ensure_future(account.reserve("b", 600))
         while not began.is_set():
             await asyncio.sleep(0.01)
-        account.kept(400, mark)
+        state.partition(ANA).write("pins/a", bytes(400))
+        account.kept(400)
         account.release(400)
         await counting
-        assert account._bytes == 400
         monkeypatch.undo()
-        await account.reserve("b", 1000)  # of which the next count knows better: nothing was ever written
+        with pytest.raises(Refused, match="400 bytes are there and may not go, 600 are on their way"):
+            await account.reserve("a", 1)
+
+    asyncio.run(talk())
+
+
+def granted(state: State) -> list[int]:
+    return [int(entry.name.rpartition("-")[2]) for entry in state.objects.names("grants/")]
+
+
+def test_a_grant_is_given_back_when_nothing_is_on_its_way(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "IDLE", 0.05)
+    account = account_of(state, 100_000)
+
+    async def talk() -> None:
+        await account.reserve("a", 400)
+        await account.reserve("b", 200)
+        assert granted(state) == [1400]  # a hundredth more serves for what comes next
+        account.release(400)
+        await asyncio.sleep(0.2)
+        assert granted(state) == [1400]
+        account.release(200)
+        await asyncio.sleep(0.2)
+        assert granted(state) == []
+        await account.reserve("c", 2000)
+        assert granted(state) == [3000]
+
+    asyncio.run(talk())
+
+
+def test_what_another_service_has_granted_is_taken_until_it_has_died(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "PATIENCE", 0.2)
+    account, theirs = account_of(state, 1000), f"grants/{ANA.folder.rpartition('/')[2]}/{'0' * 16}-{'1' * 8}-700"
+    state.objects.write(theirs, b"")
+    state.objects.write(theirs.replace("-700", "-many"), b"")
+
+    async def talk() -> None:
+        await account.reserve("a", 300)
+        with pytest.raises(Refused, match="0 bytes are there and may not go, 1000 are on their way"):
+            await account.reserve("b", 1)
+        path = state.objects.path(theirs)
+        assert path is not None
+        os.utime(path, (time.time() - grants.LEASE - 1,) * 2)
+        await account.reserve("b", 700)
+        with pytest.raises(Refused):
+            await account.reserve("c", 1)
+        assert granted_by(state) == {"0" * 16, state.id}
+        grants.sweep(state.objects)
+        assert granted_by(state) == {"0" * 16, state.id} and state.objects.size(theirs) is None
+
+    asyncio.run(talk())
+
+
+def granted_by(state: State) -> set[str]:
+    return {entry.name.split("/")[2][:16] for entry in state.objects.names("grants/")}
+
+
+def test_what_took_longer_than_its_grant_has_room_or_is_refused(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grant of a service that was held up counts no more: others may have taken the room."""
+    monkeypatch.setattr(accounts, "HOLD", 0.0)
+    account = account_of(state, 1000)
+
+    async def talk() -> None:
+        await account.reserve("a", 600)
+        await account.renew("a")
+        state.partition(ANA).write("pins/x", bytes(500))
+        with pytest.raises(Refused, match="500 bytes are there and may not go, 600 are on their way"):
+            await account.renew("a")
 
     asyncio.run(talk())
 

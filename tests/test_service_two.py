@@ -1,16 +1,22 @@
 """Two services on one folder at once: what one keeps the other gives, and collections and quotas of either break no reader's bytes."""
 
+import contextlib
 import hashlib
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
+from fastapi.testclient import TestClient
+
 import kvtool
 from kvtool.service import tenants as tenants_file
-from kvtool.service.tenants import made
+from kvtool.service.app import make_app
+from kvtool.service.state import State
+from kvtool.service.tenants import Tenants, made
 from kvtool.store.folder import Folder
 from kvtool.store.objects import Missing
 from kvtool.store.served import Served
@@ -87,11 +93,51 @@ def test_readers_under_writers_and_collectors(tmp_path: Path) -> None:
             assert second.lookup([*ids(2 * CHUNK), 1], model) is not None
             second.remove(put.id)
             assert first.lookup([*ids(2 * CHUNK), 1], model) is None
-        time.sleep(1.1)  # what either took in meanwhile is counted
-        Served(one.address, ANAS).write("x/last", content("x/last"))
         held = sum(entry.size for entry in Served(two.address, ANAS).names())
-    # Each counts anew once a second: within that second they may pass it by what both took in, and no more stays.
     assert held <= quota
     objects = Folder(tmp_path / "store")
     objects.sweep()
     assert objects.unfinished() == 0 and not any("Traceback" in line for line in [*one.said, *two.said])
+
+
+@pytest.mark.parametrize("services", [2, 3])
+def test_services_on_one_store_never_pass_a_quota_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, services: int) -> None:
+    """Each takes in what it can; the sum is taken at every object that is made, with nothing else under way."""
+    quota, folder = 200_000, tmp_path / "store" / "objects" / ANA.folder
+    one_by_one, seen = threading.Lock(), [0]
+    write, remove = Folder.write, Folder.remove
+
+    def written(self: Folder, name: str, source: Path | bytes) -> bool:
+        with one_by_one:
+            made = write(self, name, source)
+            if name.startswith(ANA.folder):
+                seen.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+            return made
+
+    def removed(self: Folder, name: str) -> bool:
+        with one_by_one:
+            return remove(self, name)
+
+    monkeypatch.setattr(Folder, "write", written)
+    monkeypatch.setattr(Folder, "remove", removed)
+    answers: Counter[int] = Counter()
+    end = time.monotonic() + SECONDS
+
+    def put(client: TestClient, mine: int) -> None:
+        i = 0
+        while time.monotonic() < end:
+            # Sizes around a grant's hundredth of the quota, and far above it.
+            data = content(f"{mine}-{i}")[: (700, 2500, 30_000)[i % 3]]
+            answers[client.put(f"/v1/objects/x/{mine}-{i}", content=data, headers={"Authorization": f"Bearer {ANAS}"}).status_code] += 1
+            i += 1
+
+    states = [State(Folder(tmp_path / "store"), Tenants([ANA]), quota=quota) for _ in range(services)]
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(TestClient(make_app(state))) for state in states]
+        threads = [threading.Thread(target=put, args=(client, 10 * n + m)) for n, client in enumerate(clients) for m in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert answers[201] > 30 and set(answers) <= {201, 507} and answers[507] < answers[201] / 10, answers
+    assert quota / 2 < max(seen) <= quota

@@ -5,6 +5,7 @@ import threading
 from types import TracebackType
 
 from formats.errors import KVError
+from kvtool.service import grants
 from kvtool.service.state import State
 from kvtool.service.tenants import Tenant
 from kvtool.store.store import Store
@@ -43,6 +44,7 @@ class Keeping:
         """Once for every tenant; what fails is logged, and the next round tries again."""
         try:
             self._state.objects.sweep()
+            grants.sweep(self._state.objects)
             tenants = (self._state.anyone,) if self._state.tenants is None else self._state.tenants.all()
         except (OSError, KVError) as error:
             logger.error("keeping house: %s", error)

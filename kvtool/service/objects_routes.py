@@ -207,10 +207,10 @@ async def put(
             # Who was removed while this came has no place any more.
             if not await run_in_threadpool(state.knows, tenant):
                 raise Refused(401, "this token is not known any more")
-            mark = room.mark()
+            await room.renew()
             made = await run_in_threadpool(objects.write, name, path)
             if made:
-                room.kept(size, mark)
+                room.kept(size)
         except (IsADirectoryError, NotADirectoryError):
             raise Refused(409, f"{name} and a part of it cannot both be objects", hint="choose another name") from None
         finally:

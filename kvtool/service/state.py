@@ -1,5 +1,6 @@
 """What a service holds while it runs."""
 
+import secrets
 import threading
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 
 from kvtool.service.accounts import Account, Reserved
 from kvtool.service.figures import Figures
+from kvtool.service.grants import Grants
 from kvtool.service.partition import Partition
 from kvtool.service.settings import Limits
 from kvtool.service.tenants import ANYONE, Tenant, Tenants
@@ -25,6 +27,7 @@ class State:
         objects: of all tenants.
         tenants: who may use it; None: whoever reaches it.
         quota: bytes that each tenant's objects may take; None for no end.
+        id: 16 hex digits, by which services on one store know each other's grants.
     """
 
     objects: Objects
@@ -34,6 +37,7 @@ class State:
     figures: Figures = field(default_factory=Figures)
     anyone: Tenant = ANYONE
     started: float = field(default_factory=time.monotonic)
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
     _accounts: dict[str, Account] = field(default_factory=dict)
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _counting: threading.Lock = field(default_factory=threading.Lock)
@@ -54,7 +58,8 @@ class State:
             Refused: 507, with the numbers.
         """
         if self.quota is not None and (tenant.folder not in self._accounts or self._accounts[tenant.folder].quota != self.quota):
-            self._accounts[tenant.folder] = Account(self.partition(tenant), self.quota, self.limits.objects, partial(self.evicted, tenant))
+            objects, grants = self.partition(tenant), Grants(self.objects, tenant.folder, self.id)
+            self._accounts[tenant.folder] = Account(objects, grants, self.quota, self.limits.objects, partial(self.evicted, tenant))
         room = Reserved(None if self.quota is None else self._accounts[tenant.folder], name)
         try:
             await room.open(size)

@@ -16,6 +16,7 @@ from kvtool.store.objects import Entry, is_name
 
 HALF_LIFE = 24 * 3600.0
 TENANTS = "tenants/"  # below it are the stores of a service's tenants, each with a catalogue and a quota of its own
+GRANTS = "grants/"  # what services have promised to tenants' writers: no objects of this store
 KINDS = ("spaces", "models", "calibrations", "pins")  # of objects without rows
 GRACE = 60.0  # seconds that what looks unneeded is left alone: its writer may not be done
 
@@ -48,7 +49,7 @@ class Catalogue:
         self._chunks: dict[str, Held] = {}
         self._after: dict[str, set[str]] = defaultdict(set)
         for entry in entries:
-            if entry.name.startswith(TENANTS):
+            if entry.name.startswith((TENANTS, GRANTS)):
                 continue
             if not is_name(entry.name):
                 self.foreign[entry.name] = entry.size
