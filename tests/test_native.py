@@ -113,9 +113,9 @@ def test_is_attention_to_the_decoded_rows(level: str, spec: str) -> None:
 
 @pytest.mark.parametrize(("spec", "dim", "rope"), [("tc-4", 128, "half"), ("tc-3", 72, "partial"), ("tc-1.25:carry", 64, "half")])
 def test_components_of_many_tokens(level: str, spec: str, dim: int, rope: str) -> None:
-    """Enough that codes are looked up in tables of sums together; whole, and from within a block on, to its last tokens."""
+    """Enough that codes are looked up in tables of sums; whole, and from within a block on, to its last tokens; 16, 32 and 48 lanes."""
     whole = made(spec, dim, rope, 1100)
-    for block, count in ((whole, 1), (whole.kept(7 + 45, 7 + 1100), 5)):
+    for block, count in ((whole, 1), (whole.kept(7 + 45, 7 + 1100), 5), (whole, 7)):
         q = queries(count, dim=dim)
         out, lse = block.attend(stacked(q, 2), Visibility.of("causal", 6, 2, count, block.count), 0, 64)
         with native.without():

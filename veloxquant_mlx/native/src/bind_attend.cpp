@@ -13,7 +13,8 @@ namespace {
 
 constexpr int CHUNK = 512;  // tokens that a thread takes at a time: enough that merging their sums is nothing beside making them
 constexpr int COMPONENTS = 2048;  // and of components,
-constexpr int PASS = 1024;        // so many of them at a time: what they are decoded to stays in a core's cache
+constexpr int PASS = 1024;        // so many of them at a time, at most: what they are decoded to stays in a core's cache
+constexpr int SHORTEST = 64;      // and at least: what is made ready for them takes as long for few
 constexpr int WEIGHTS = 1 << 16;  // of queries taken together, at a time: 256 KiB
 constexpr int ROWS = 64;    // queries from which on chunks are longer, so that their sums take no more memory
 constexpr int MOST_ROWS = 256;  // queries of a KV head taken together: codes are decoded anew for each so many
@@ -241,7 +242,8 @@ class Call {
     p.angles = piece.angles, p.rope_first = piece.rope_first, p.half = piece.half, p.paired = piece.paired;
     // Components are those of all heads, and what is made ready for a span of them is worth more of it.
     const int most = piece.predicting ? COMPONENTS : CHUNK;
-    p.span = std::clamp(WEIGHTS / (piece.predicting ? heads_ * rows : rows) / TILE * TILE, TILE, piece.predicting ? PASS : most);
+    if (piece.predicting) p.span = std::clamp(WEIGHTS / (heads_ * rows) / TILE * TILE, SHORTEST, PASS);
+    else p.span = std::clamp(WEIGHTS / rows / TILE * TILE, TILE, most);
     p.chunk = most * std::max(1, rows / ROWS) / p.span * p.span, p.chunks = (p.count + p.chunk - 1) / p.chunk;
     const size_t all = size_t(heads_) * p.padded_rows, sums = all * p.chunks * p.dim_v;
     p.turned = arena_.take<float>(all * p.dim), p.by_mean = arena_.take<float>(all);

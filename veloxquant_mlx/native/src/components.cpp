@@ -6,7 +6,8 @@
 //
 // Keys before RoPE are built, for their rotation needs them, a few columns at a time (grouped.hpp); of keys as cached the query takes the
 // basis.
-// A component's tokens lie beside each other, so that all sums over tokens are products of rows. All heads are one call's, for they share y~.
+// A component's tokens lie beside each other: sums over tokens are products of rows, or have the queries of all heads in the lanes. All
+// heads are one call's, for they share y~.
 #include "components.hpp"
 #include "grouped.hpp"
 #include "problem.hpp"
@@ -29,8 +30,8 @@ int64_t decoded_row(const Problem& p) { return (p.span < PART ? p.span : PART) +
 
 // f(start, count) for parts of a span.
 template <class F>
-void by_parts(int count, F f) {
-  for (int t = 0; t < count; t += PART) f(t, count - t < PART ? count - t : PART);
+void by_parts(int count, int part, F f) {
+  for (int t = 0; t < count; t += part) f(t, count - t < part ? count - t : part);
 }
 
 void scale_rows(const float* scale, int rows, int size, float* x, int64_t row) {
@@ -68,13 +69,44 @@ void add_own(const Problem& p, int head, int token, int count, const float* weig
   }
 }
 
-// What they are predicted from: sums over tokens of w y~ for the queries of all heads.
-void add_shared(const Problem& p, int token, int count, const float* weights, float* y, float* sums) {
+// What they are predicted from: sums over tokens of w y~, with the queries of all heads in the lanes: none need be added across them.
+constexpr int AT_A_TIME = W == 16 ? 8 : 4, FEW = 256;  // components, and tokens of them: with the weights they are in the nearest cache
+constexpr int RUN = 64;  // tokens whose products are added up one after another: the longer the sum, the more it loses
+
+// sums[i][q] += sum over tokens of y[i][t] w[t][q]: AT_A_TIME components, NV vectors of queries; rows of w and sums have `lanes` floats.
+template <int NV>
+void add_outer(Matrix y, const float* w, int64_t lanes, int count, float* sums) {
+  V x[AT_A_TIME][NV] = {};
+  for (int t = 0; t < count; t++) {
+    V weight[NV];
+    for (int n = 0; n < NV; n++) weight[n] = load(w + t * lanes + n * W);
+    for (int i = 0; i < AT_A_TIME; i++)
+      for (int n = 0; n < NV; n++) x[i][n] += weight[n] * y.at[i * y.row + t];
+  }
+  for (int i = 0; i < AT_A_TIME; i++)
+    for (int n = 0; n < NV; n++) store(sums + i * lanes + n * W, load(sums + i * lanes + n * W) + x[i][n]);
+}
+
+// At most FEW tokens; `weights` of all heads end at `end`.
+void add_shared(const Problem& p, int token, int count, const float* weights, const float* end, float* scratch, float* sums) {
   const Components& c = p.keys.components;
-  const int every = c.first[p.keys.heads], from = p.k_from + token, width = padded(count);
-  for (int i = 0; i < every; i += BATCH) {
-    decode_components(c, i, i + BATCH < every ? i + BATCH : every, from, count, y, decoded_row(p));
-    add_dots({weights, p.span}, p.keys.heads * p.rows, {y + from % TOGETHER, decoded_row(p)}, width, BATCH, sums + i, padded(every));
+  const int every = c.first[p.keys.heads], from = p.k_from + token, width = padded(count), queries = p.keys.heads * p.rows;
+  const int lanes = padded(queries);
+  float *turned = scratch, *y = turned + FEW * lanes;
+  constexpr int ROW = FEW + 2 * TOGETHER;
+  auto bytes_of = [](const float* x) { return reinterpret_cast<const uint8_t*>(x); };
+  turn_rows(bytes_of(weights), bytes_of(end), 4 * p.span, 4 * width, queries, reinterpret_cast<uint32_t*>(turned), lanes);
+  for (int i = 0; i < every; i += AT_A_TIME) {
+    decode_components(c, i, i + AT_A_TIME < every ? i + AT_A_TIME : every, from, count, y, ROW);
+    const Matrix of{y + from % TOGETHER, ROW};
+    for (int q = 0; q < lanes; q += 2 * W)
+      for (int t = 0; t < count; t += RUN) {
+        const Matrix own{of.at + t, ROW};
+        const int some = count - t < RUN ? count - t : RUN;
+        float* to = sums + int64_t(i) * lanes + q;
+        if (q + W < lanes) add_outer<2>(own, turned + t * lanes + q, lanes, some, to);
+        else add_outer<1>(own, turned + t * lanes + q, lanes, some, to);
+      }
   }
 }
 
@@ -87,19 +119,20 @@ size_t attend_components_scratch(const Problem& p) {
     most = own > most ? own : most;
   }
   // Weights of all heads and what a filled-up block of queries writes behind them, fades, turned angles; scaled weights, components, sizes.
-  const size_t weights = (p.keys.heads * p.rows + 3) * p.span, angles = 2 * p.half * (p.span + TILE);
+  const size_t weights = (p.keys.heads * p.rows + 3) * p.span, angles = 2 * p.half * (p.span + TILE), lanes = padded(p.keys.heads * p.rows);
+  const size_t shared = padded(p.keys.components.first[p.keys.heads]) * lanes, together = FEW * lanes + AT_A_TIME * (FEW + 2 * TOGETHER);
   const size_t parts = (p.rows + 3) * PART + (most + 1) * decoded_row(p), columns = p.angles ? columns_scratch(p, most) : 0;
-  return weights + p.keys.heads * p.rows + 16 + angles + (parts > columns ? parts : columns);
+  size_t rest = parts > columns ? parts : columns;
+  return weights + lanes + angles + shared + (rest > together ? rest : together);
 }
 
 void attend_components(const Problem& p, int chunk, float* scratch) {
   const int H = p.keys.heads, R = p.padded_rows, every = padded(p.keys.components.first[H]);
   const int begin = chunk * p.chunk, end = begin + p.chunk < p.count ? begin + p.chunk : p.count;
-  const int64_t angle_row = p.span + TILE;
-  float* shared = p.shared + int64_t(chunk) * H * p.rows * every;
-  float *weights = scratch, *fade = weights + (H * p.rows + 3) * p.span, *turns = fade + (H * p.rows + 15) / 16 * 16;
-  float* rest = turns + 2 * p.half * angle_row;
-  memset(shared, 0, sizeof(float) * H * p.rows * every);
+  const int64_t angle_row = p.span + TILE, lanes = padded(H * p.rows);
+  float *weights = scratch, *fade = weights + (H * p.rows + 3) * p.span, *turns = fade + lanes, *shared = turns + 2 * p.half * angle_row;
+  float* rest = shared + every * lanes;
+  memset(shared, 0, sizeof(float) * every * lanes), memset(fade, 0, sizeof(float) * lanes);
   int lowest = p.count, highest = 0;
   for (int r = 0; r < p.rows; r++) {
     if (p.first[r] < lowest) lowest = p.first[r];
@@ -124,17 +157,21 @@ void attend_components(const Problem& p, int chunk, float* scratch) {
       if (p.angles)
         score_columns(p, head, token, count, turns, angle_row, rest, own);
       else
-        by_parts(count, [&](int t, int n) { score(p, head, token + t, n, rest, own + t); });
+        by_parts(count, PART, [&](int t, int n) { score(p, head, token + t, n, rest, own + t); });
       for (int r = 0; r < p.rows; r++) {
         fades[r] = softmax(p, head, r, token, count, width, own + r * p.span, state[r], state[R + r]);
         state[2 * R + r] = state[R + r];  // every row has the mean
       }
       scale_rows(fades, p.rows, p.dim_v, sums, p.dim_v);
-      by_parts(count, [&](int t, int n) { add_own(p, head, token + t, n, own + t, rest, sums); });
+      by_parts(count, PART, [&](int t, int n) { add_own(p, head, token + t, n, own + t, rest, sums); });
     }
-    scale_rows(fade, H * p.rows, every, shared, every);
-    by_parts(count, [&](int t, int n) { add_shared(p, token + t, n, weights + t, rest, shared); });
+    for (int i = 0; i < every; i++)
+      for (int q = 0; q < lanes; q += W) store(shared + int64_t(i) * lanes + q, load(shared + int64_t(i) * lanes + q) * load(fade + q));
+    by_parts(count, FEW, [&](int t, int n) { add_shared(p, token + t, n, weights + t, fade, rest, shared); });
   }
+  // To rows of the queries.
+  auto* sums = reinterpret_cast<uint32_t*>(p.shared + int64_t(chunk) * H * p.rows * every);
+  turn_rows(reinterpret_cast<uint8_t*>(shared), reinterpret_cast<uint8_t*>(rest), 4 * lanes, 4 * H * p.rows, every, sums, every);
 }
 
 void add_predicted(const Problem& p, int head, const float* sums, float* out) {

@@ -60,20 +60,24 @@ constexpr Pattern PATTERNS[GROUPED_BITS + 1] = {Pattern(1), Pattern(1), Pattern(
 
 // Indices of a group's codes of tokens from .. from + count, at out + from % 32, as `decode_component` writes points.
 inline void index_group(const Components& c, const Taken& g, int k, int from, int count, uint32_t* out) {
-  const int first = from / TOGETHER, stop = (from + count + TOGETHER - 1) / TOGETHER;
-  uint8_t last[4 * GROUPED_BITS + SLACK] = {};
-  for (int block = first; block < stop; block++, out += TOGETHER) {
-    __m512i low = _mm512_setzero_si512(), high = low;
-    for (int m = g.begin[k]; m < g.begin[k + 1]; m++) {
-      const int i = g.member[m], bits = c.bits[i];
-      const uint8_t* codes = c.codes + block * c.block + c.place[i];
-      if (c.end - codes < 4 * GROUPED_BITS + SLACK) memcpy(last, codes, 4 * bits), codes = last;
-      const __m512i mask = _mm512_set1_epi32((1 << bits) - 1);
-      const __m128i shift = _mm_cvtsi32_si128(g.shift[m]);
-      low = _mm512_or_si512(low, _mm512_sll_epi32(_mm512_and_si512(spread(codes, PATTERNS[bits]), mask), shift));
-      high = _mm512_or_si512(high, _mm512_sll_epi32(_mm512_and_si512(spread(codes + 2 * bits, PATTERNS[bits]), mask), shift));
+  const int first = from / TOGETHER, blocks = (from + count + TOGETHER - 1) / TOGETHER - first;
+  memset(out, 0, blocks * TOGETHER * sizeof(uint32_t));
+  for (int m = g.begin[k]; m < g.begin[k + 1]; m++) {
+    const int bits = c.bits[g.member[m]];
+    const uint8_t* codes = c.codes + first * c.block + c.place[g.member[m]];
+    const __m512i mask = _mm512_set1_epi32((1 << bits) - 1);
+    const __m128i shift = _mm_cvtsi32_si128(g.shift[m]);
+    auto add = [&](const uint8_t* at, uint32_t* to) {
+      const __m512i code = _mm512_sll_epi32(_mm512_and_si512(spread(at, PATTERNS[bits]), mask), shift);
+      _mm512_storeu_si512(to, _mm512_or_si512(_mm512_loadu_si512(to), code));
+    };
+    for (int b = 0; b < blocks; b++, codes += c.block) {
+      uint8_t last[4 * GROUPED_BITS + SLACK] = {};
+      const bool near_end = c.end - codes < 4 * GROUPED_BITS + SLACK;
+      if (near_end) memcpy(last, codes, 4 * bits);
+      const uint8_t* own = near_end ? last : codes;
+      add(own, out + b * TOGETHER), add(own + 2 * bits, out + b * TOGETHER + W);
     }
-    _mm512_storeu_si512(out, low), _mm512_storeu_si512(out + W, high);
   }
 }
 
@@ -115,7 +119,7 @@ struct Columns {
   alignas(64) float mean[COLUMNS];
   float* basis;   // (singles, COLUMNS)
   float* tables;  // (groups, COLUMNS, ENTRIES)
-  const float *y, *cos[COLUMNS / 2], *sin[COLUMNS / 2];  // of each pair, or none
+  const float *y, *cos[COLUMNS / 2], *sin[COLUMNS / 2];  // of each pair; of those that are not rotated none
   const uint32_t* index;
   int64_t row;
 
@@ -126,15 +130,16 @@ struct Columns {
     for (int s = 0; s < from->singles; s++)
       for (int c = 0; c < COLUMNS; c++) basis[s * COLUMNS + c] = rows.basis[int64_t(from->single[s]) * dim + order[c]];
     float* to = tables;
-    for (int k = 0; k < from->groups; k++)
-      for (int c = 0; c < COLUMNS; c++, to += ENTRIES) {
-        V x[ENTRIES / W] = {};
-        for (int m = from->begin[k]; m < from->begin[k + 1]; m++) {
-          const float weight = rows.basis[int64_t(from->member[m]) * dim + order[c]];
-          for (int v = 0; v < ENTRIES / W; v++) x[v] += load(points + m * ENTRIES + v * W) * weight;
-        }
-        for (int v = 0; v < ENTRIES / W; v++) store(to + v * W, x[v]);
+    for (int k = 0; k < from->groups; k++) {
+      V x[COLUMNS][ENTRIES / W] = {};
+      for (int m = from->begin[k]; m < from->begin[k + 1]; m++) {
+        const float *weights = rows.basis + int64_t(from->member[m]) * dim, *values = points + m * ENTRIES;
+        for (int c = 0; c < COLUMNS; c++)
+          for (int v = 0; v < ENTRIES / W; v++) x[c][v] += load(values + v * W) * weights[order[c]];
       }
+      for (int c = 0; c < COLUMNS; c++)
+        for (int v = 0; v < ENTRIES / W; v++, to += W) store(to, x[c][v]);
+    }
   }
 
   inline __attribute__((always_inline)) void add_single(int s, int t, V (*x)[VECTORS]) const {
@@ -146,9 +151,7 @@ struct Columns {
 
   // scores[r][t] += those columns of VECTORS vectors of tokens, rotated, times q[r].
   void add_scores(int t, Matrix q, int rows, float* scores, int64_t score_row) const {
-    V x[COLUMNS][VECTORS];
-    for (int c = 0; c < COLUMNS; c++)
-      for (int n = 0; n < VECTORS; n++) x[c][n] = all(mean[c]);
+    V x[COLUMNS][VECTORS] = {};
     int s = 0;
     for (int k = 0; k < from->groups; k++) {
       const float* table = tables + k * COLUMNS * ENTRIES;
@@ -162,8 +165,10 @@ struct Columns {
     }
     for (; s < from->singles; s++) add_single(s, t, x);
     for (int j = 0; j < COLUMNS / 2; j++)
-      for (int n = 0; cos[j] && n < VECTORS; n++) {
-        const V a = x[2 * j][n], b = x[2 * j + 1][n], c = load(cos[j] + t + n * W), d = load(sin[j] + t + n * W);
+      for (int n = 0; n < VECTORS; n++) {
+        // The mean last, for it may be far larger than what is added up.
+        const V a = x[2 * j][n] + mean[2 * j], b = x[2 * j + 1][n] + mean[2 * j + 1];
+        const V c = cos[j] ? load(cos[j] + t + n * W) : all(1), d = cos[j] ? load(sin[j] + t + n * W) : V{};
         x[2 * j][n] = a * c - b * d, x[2 * j + 1][n] = a * d + b * c;
       }
     for (int r = 0; r < rows; r++) {
@@ -180,7 +185,7 @@ struct Columns {
 // Floats that `score_columns` needs.
 inline size_t columns_scratch(const Problem& p, int most) {
   const int64_t row = p.span + 2 * TOGETHER, R = p.padded_rows;
-  return most * row + most * COLUMNS + 2 * most * COLUMNS * ENTRIES + R * (p.dim + COLUMNS) + 64;
+  return most * (row + ENTRIES + COLUMNS * ENTRIES + COLUMNS) + R * (p.dim + COLUMNS);
 }
 
 // Scores of one head's queries with `count` tokens, rows of `span`; cosines and then sines are rows of `angle_row`, from this token on.
