@@ -27,7 +27,6 @@ from veloxquant_mlx.codecs._base import FLOAT16_MAX, Codec, Frame, Given, Layout
 from veloxquant_mlx.codecs._codewords import codewords
 from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs.rvq import Rvq
-from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, Quantisers
 from veloxquant_mlx.native import converting
 from veloxquant_mlx.transfer.rope import RopeSpec
@@ -237,7 +236,7 @@ class CommVqAdditive(Codec):
         return mx.concatenate(out, axis=-1) if out else mx.zeros((*queries.shape[:2], 0))
 
     def unfused(self, dim: int, rotated: bool) -> str | None:
-        return None if backend() == "cuda" else f"the kernel for the codes of {self.id} is CUDA's"
+        return None
 
     def reader(self, parts: dict[str, mx.array]) -> "Reader":
         """The tables that codes are read with.

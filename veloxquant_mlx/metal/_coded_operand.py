@@ -11,8 +11,8 @@ class CodedOperand:
     """Keys or values of one layer as the kernel reads them: row = (stored row) matrix, times smooth.
 
     Fields:
-        form: "table", "affine", "plain", "words" (one table of vectors), "places" (one for every place in a row), or, in place of keys on
-            CUDA, "scores", which (H R, S) float32 in log2 are there already.
+        form: "table", "affine", "plain", "words" (one table of vectors), "places" (one for every place in a row), or, in place of keys,
+            "scores", which (H R, S) float32 in log2 are there already.
         shape: (H, S, D).
         arrays: codes, and the form's other arrays; scales and zeros as bits of bfloat16.
         constants: (name without the role's prefix, value) of the form.

@@ -62,35 +62,41 @@ kvtool::component_sums<OWN>(scores, tops, dims, first, sums, totals, {codes, qua
 )
 
 
-def _on_metal(near: bool) -> tuple[Kernel, Kernel]:
-    """Both for Metal, with the points in threadgroup memory or not."""
-    stages = [
-        f"""threadgroup float near_points[{NEAR_POINTS}];
-kvtool::component_stage(points, near_points, dims[{count}], thread_index_in_threadgroup, {simds} * 32);
+_METAL_PLACE = "threadgroup_position_in_grid.x, threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
+
+
+def _on_metal(name: str, codes: str, near: bool, *, simds: str, points: int, call: str) -> Kernel:
+    """A kernel's Metal text: codes, with their points in threadgroup memory where `near`; `points`: where `dims` has their number."""
+    inputs, outputs = (SUMS.inputs, SUMS.outputs) if "sums" in name else (_SCORES_INPUTS, _SCORES_OUTPUTS)
+    stage = f"""threadgroup float near_points[{NEAR_POINTS}];
+kvtool::component_stage(points, near_points, dims[{points}], thread_index_in_threadgroup, {simds} * 32);
 """
-        if near
-        else ""
-        for count, simds in ((8, WARPS), (9, "NSG"))
-    ]
-    flag = str(near).lower()
-    codes = f"const kvtool::ComponentCodes<{flag}> coded{{codes, quantisers, {'near_points' if near else 'points'}}};\n"
-    place = "threadgroup_position_in_grid.x, threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
-    scores = f"""threadgroup float y[2048];
+    coded = f"const kvtool::{codes} coded{{codes, quantisers, {'near_points' if near else 'points'}}};\n"
+    return Kernel(name, inputs, outputs, ("attend", "coded", "components"), (stage if near else "") + coded + call, "")
+
+
+def _metal_scores(name: str, codes: str, near: bool = False) -> Kernel:
+    call = f"""threadgroup float y[2048];
 threadgroup float parts[2048];
-{stages[0]}{codes}kvtool::component_scores<D, ROPE, MASKED>(
-    q, angles, mask, dims, first, basis, scores, tops, coded, y, parts, {place});"""
-    sums = f"""threadgroup float weights[WEIGHTS];
-{stages[1]}{codes}const kvtool::ComponentSizes held{{scales, sizes}};
+kvtool::component_scores<D, ROPE, MASKED>(
+    q, angles, mask, dims, first, basis, scores, tops, coded, y, parts, {_METAL_PLACE});"""
+    return _on_metal(name, codes, near, simds=str(WARPS), points=8, call=call)
+
+
+def _metal_sums(near: bool) -> Kernel:
+    call = f"""threadgroup float weights[WEIGHTS];
+const kvtool::ComponentSizes held{{scales, sizes}};
 kvtool::component_sums<OWN, COLUMNS, NSG>(
-    scores, tops, dims, first, sums, totals, coded, held, weights, {place});"""
-    sources = ("attend", "coded", "components")
-    return (
-        Kernel(SCORES.name, SCORES.inputs, SCORES.outputs, sources, scores, ""),
-        Kernel(SUMS.name, SUMS.inputs, SUMS.outputs, sources, sums, ""),
-    )
+    scores, tops, dims, first, sums, totals, coded, held, weights, {_METAL_PLACE});"""
+    return _on_metal(SUMS.name, _metal_codes(near), near, simds="NSG", points=9, call=call)
 
 
-_METAL = {near: _on_metal(near) for near in (False, True)}
+def _metal_codes(near: bool) -> str:
+    return f"ComponentCodes<{str(near).lower()}>"
+
+
+_METAL = {near: (_metal_scores(SCORES.name, _metal_codes(near), near), _metal_sums(near)) for near in (False, True)}
+_METAL_ROW_SCORES = _metal_scores(ROW_SCORES.name, "ComponentRows")
 
 # The same on CUDA's tensor cores, for rows of 128 channels.
 _TILE_SOURCES = ("attend", "coded", "coded_rows", "decode_parts", "coded_parts", "components", "component_tiles", "one_block")
@@ -137,8 +143,6 @@ def component_attend(
         check_array(NAME, "angles", angles, (count, dim), (mx.float32,))
     if mask is not None:
         check_array(NAME, "mask", mask, (1 if mask.shape[0] == 1 else heads, queries, count), (mx.bool_, mx.float32))
-    if isinstance(v, CodedOperand) or k.components.by_row:
-        require(backend() == "cuda", NAME, "k", "components in blocks of 32 tokens, beside values of components", backend())
     if not isinstance(v, CodedOperand):
         fits = v.mix.shape[1] == k.components.count and not k.components.by_row
         require(fits, NAME, "v.mix", f"of {k.components.count} components of keys in blocks", v.mix.shape)
@@ -186,7 +190,7 @@ def _scores(
     template: Template = [("ROPE", angles is not None), ("MASKED", mask is not None)]
     on_metal = backend() == "metal"
     if on_metal:
-        kernel, memory = _METAL[of.points.size <= NEAR_POINTS][0], 0
+        kernel, memory = _METAL_ROW_SCORES if components.by_row else _METAL[of.points.size <= NEAR_POINTS][0], 0
     elif components.by_row:
         kernel, memory = (TILE_ROW_SCORES, ROW_SCORES_MEMORY) if fast else (ROW_SCORES, 0)
     else:

@@ -113,6 +113,16 @@ METAL_FUNC bool coded_seen(float mask, thread float& s) {
   return true;
 }
 
+// Whether keys are scores that are there already, and one of them; coded_rows.metal has those that are.
+template <typename Keys>
+METAL_FUNC bool coded_scored(const thread Keys&) {
+  return false;
+}
+template <typename Keys>
+METAL_FUNC float coded_score(const thread Keys&, size_t, int, int) {
+  return 0;
+}
+
 // pool: NSG / 2 * RB * (LANES * 16 + 3) floats, at least one.
 template <
     int D, int LANES, int RB, int NSG, bool TURN, bool ROPE, bool MASKED, typename Keys, typename Values, typename M>
@@ -190,7 +200,15 @@ METAL_FUNC void coded_attend(
       float s[TILE][RB];
       ATTEND_UNROLL
       for (int t = 0; t < TILE; t++) {
-        float x[CODED_E];
+        if (coded_scored(keys)) {
+          ATTEND_UNROLL
+          for (int y = 0; y < RB; y++) {
+            const size_t row = size_t(head) * queries + metal::min(block * RB + y, queries - 1);
+            s[t][y] = in[t] ? coded_score(keys, row, count, at[t] - start) : -INFINITY;
+          }
+          continue;
+        }
+        float x[CODED_E] = {};
         keys.build(x, key[t], head, c, used);
         if (TURN) {
           coded_hadamard<LANES>(x, c);

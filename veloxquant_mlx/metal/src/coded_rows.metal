@@ -281,4 +281,24 @@ struct CodedVectors {
   }
 };
 
+// Scores that are there already, (query rows, rows) in log2, in place of keys.
+struct CodedScores {
+  const device float* scores;
+
+  struct Stored {};
+
+  METAL_FUNC void fetch(thread Stored&, int, int, int, int, bool) const {}
+  METAL_FUNC void build(thread float*, const thread Stored&, int, int, bool) const {}
+  METAL_FUNC float norm(const thread Stored&) const {
+    return 1;
+  }
+};
+
+METAL_FUNC bool coded_scored(const thread CodedScores&) {
+  return true;
+}
+METAL_FUNC float coded_score(const thread CodedScores& keys, size_t row, int count, int j) {
+  return keys.scores[row * count + j];
+}
+
 }  // namespace kvtool

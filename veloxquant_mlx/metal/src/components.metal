@@ -19,7 +19,7 @@ enum ComponentDims {
   COMPONENT_COUNT,    // rows attended to
   COMPONENT_SPLITS,
   COMPONENT_FROM,        // first of them among the stored rows
-  COMPONENT_WORDS,       // of a block of codes
+  COMPONENT_WORDS,       // of a block of codes; bytes of a row of codes
   COMPONENT_MASK_HEADS,  // scores: heads of the mask, 1 or all
   COMPONENT_ALL,         // components of all heads
   COMPONENT_HEADS,
@@ -37,16 +37,30 @@ struct ComponentCodes {
     return uint4(*(const device packed_uint4*)(quantisers + 4 * i));
   }
 
-  METAL_FUNC float at(int i, size_t from, int token) const {
+  // Of token `token` of a block, blocks of `each` words.
+  METAL_FUNC float at(int i, int block, int each, int token, int) const {
     const uint4 one = quantiser(i);
     const int bits = int(one.y);
     const int shift = token * bits % 32;
-    const device uint* words = codes + from + one.x + token * bits / 32;
+    const device uint* words = codes + size_t(block) * each + one.x + token * bits / 32;
     uint code = words[0] >> shift;
     if (shift + bits > 32) {
       code |= words[1] << (32 - shift);
     }
     return points[one.z + (code & ((1u << bits) - 1))];
+  }
+};
+
+// The same where a row's codes stand together: component i has the one in byte `place`, which other components may share.
+struct ComponentRows {
+  const device uint8_t* codes;
+  const device int* quantisers;
+  const device float* points;
+
+  // Rows of `each` bytes, `last` the last one that is read.
+  METAL_FUNC float at(int i, int block, int each, int token, int last) const {
+    const size_t row = metal::min(block * COMPONENT_TOKENS + token, last);
+    return points[quantisers[4 * i + 2] + int(codes[row * each + quantisers[4 * i]])];
   }
 };
 
@@ -116,7 +130,7 @@ METAL_FUNC void component_stage(const device float* source, threadgroup float* p
 // the registers that RoPE and the product with the queries take them from. A SIMD-group has 8 of the first half of the channels and the
 // 8 that RoPE turns with them, of all tokens of a block or of half of them. basis has 8 rows behind the last. y: COMPONENT_PART * 32
 // floats; parts: SIMD-groups * rows * 32.
-template <int D, bool ROPE, bool MASKED, bool NEAR, typename M>
+template <int D, bool ROPE, bool MASKED, typename Codes, typename M>
 METAL_FUNC void component_scores(
     const device float* q,
     const device float* angles,
@@ -126,7 +140,7 @@ METAL_FUNC void component_scores(
     const device float* basis,
     device float* scores,
     device float* tops,
-    ComponentCodes<NEAR> codes,
+    Codes codes,
     threadgroup float* y,
     threadgroup float* parts,
     uint group,
@@ -188,8 +202,11 @@ METAL_FUNC void component_scores(
     for (int part = 0; part < size; part += COMPONENT_PART) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int i = int(sg); i < COMPONENT_PART; i += COMPONENT_SIMDS) {
-        const bool real = part + i < size;
-        y[i * TOKENS + int(lane)] = real ? codes.at(begin + part + i, size_t(block) * dims[COMPONENT_WORDS], int(lane)) : 0.0f;
+        float own = 0;
+        if (part + i < size) {
+          own = codes.at(begin + part + i, block, dims[COMPONENT_WORDS], int(lane), span.start + span.count - 1);
+        }
+        y[i * TOKENS + int(lane)] = own;
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const int stop = metal::min(COMPONENT_PART, size - part);
