@@ -129,6 +129,12 @@ def test_a_body_of_unknown_length_makes_its_room_as_it_comes(client: TestClient,
     assert client.put("/v1/objects/most", content=iter([bytes(1 << 20)] * 21)).status_code == 413
 
 
+@pytest.mark.parametrize("name", ["tenants/a", "grants/a", "grants/b/c-1"])
+def test_names_that_no_room_is_made_of_are_refused(client: TestClient, state: State, name: str) -> None:
+    answer = client.put(f"/v1/objects/{name}", content=b"x")
+    assert answer.status_code == 422 and "the service's own" in answer.text and not list(state.objects.names())
+
+
 def test_objects_of_no_bytes_are_bounded_too(client: TestClient) -> None:
     answers = [client.put(f"/v1/objects/e/{i}", content=b"").status_code for i in range(51)]
     assert answers == [201] * 50 + [507]

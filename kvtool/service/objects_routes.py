@@ -14,6 +14,7 @@ from kvtool.service.access import Its, Known, Reads, Writes
 from kvtool.service.accounts import HINT
 from kvtool.service.errors import Refused
 from kvtool.service.transfer import Pace, received, sent, span
+from kvtool.store.catalogue import GRANTS, TENANTS
 from kvtool.store.keys import node_of
 from kvtool.store.objects import MAX_NAME, Missing, check_name
 
@@ -188,7 +189,8 @@ async def put(
     x_content_blake3: Annotated[str | None, Header(pattern="^[0-9a-f]{64}$", description="Refuse a body of another digest.")] = None,
 ) -> Response:
     """Keep an object. One that is there stays as it is: names say what the bytes are."""
-    checked(name)
+    if checked(name).startswith((TENANTS, GRANTS)):
+        raise Refused(422, f"what is below {TENANTS} and {GRANTS} is the service's own: no quota would make room of it")
     limits = state.limits
     most = limits.object_bytes if state.quota is None else min(limits.object_bytes, state.quota)
     length = request.headers.get("content-length", "0")
