@@ -4,6 +4,7 @@
 """
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvtool.store.folder import Folder
 from kvtool.store.store import Store
 from tests.library import ids, tiny
 
+SECONDS = 5.0  # of processor time, client and service together
 EXAMPLES = int(os.environ.get("KVTOOL_FUZZ", "25"))
 TENANT, TOKEN = made("fuzz", RIGHTS)
 METHODS = [
@@ -61,8 +63,10 @@ def test_no_request_breaks_it(api: Any, method: str, path: str) -> None:
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=EXAMPLES <= 25, database=None)
     @given(case=api[path][method].as_strategy())
     def run(case: Any) -> None:
+        start = time.process_time()
         answer = case.call(headers={"Authorization": f"Bearer {TOKEN}"})
         assert answer.status_code < 500, answer.text
+        assert time.process_time() - start < SECONDS
         case.validate_response(answer, checks=[schemathesis.checks.CHECKS.get_one("response_schema_conformance")])
 
     run()

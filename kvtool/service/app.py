@@ -34,6 +34,7 @@ logger = logging.getLogger("kvtool.service")
 
 OPEN = ("/", "/health", "/openapi.json")  # what is answered without a token; bodies of such requests are never read
 FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via")  # what a proxy adds
+MOST_NESTED = 100  # lists and objects in a body of JSON
 CLOSE = {"Connection": "close"}
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
 # The page runs its own script and talks to its own service, whatever a name of a model may hold.
@@ -177,6 +178,9 @@ class Watched:
             size += len(message.get("body", b""))
             if size > self._state.limits.json_bytes:
                 return None
+        # Few bytes make a list in Python's memory that is twenty times as large; no body that is meant has more than a few.
+        if sum(part.get("body", b"").count(mark) for part in parts for mark in (b"[", b"{")) > MOST_NESTED:
+            raise errors.Refused(413, f"more than {MOST_NESTED} lists and objects in a body")
         left = iter(parts)
 
         async def again() -> Message:
