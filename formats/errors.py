@@ -7,6 +7,11 @@ refuses (no such file, no permission, disk full, I/O error) stays the OSError it
 from typing import ClassVar
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: 1 prompt, 2 prompts."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 class KVError(Exception):
     """A file, or the model it meets, is not what it must be.
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from formats.container import Reader, manifest_bytes, open_container, write_container
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, counted
 from formats.manifest import ITEM_BYTES, CacheInfo, LayerInput, Manifest, Tokens
 from kvtool.binding import Binding, bind, layer_sources, own_moments
 from kvtool.calibrations import Calibration, Shelf, is_calibrated, resolve, shelf_of
@@ -118,7 +118,9 @@ class Restored:
             raise IncompatibleError("the file holds no token ids, so it cannot go on without a prompt", hint="give --prompt")
         now = next((c.offset for c in self.cache if isinstance(getattr(c, "offset", None), int)), self.usable)
         if now != self.usable:
-            raise ValueError(f"[pending] the caches stand at {now} tokens, not at the {self.usable} of the file: they have gone on since.")
+            raise ValueError(
+                f"[pending] the caches stand at {counted(now, 'token')}, not at the {self.usable} of the file: they have gone on since."
+            )
         if len(self.tokens) > self.usable:
             return list(self.tokens[self.usable :])
         if not self.tokens:
@@ -258,7 +260,7 @@ def write_archive(
     mx.clear_cache()
     notes = [] if binding is None else list(binding.notes)
     if not encoder.lossless and not encoder.tallies and 0 < length <= encoder.plan.sink + encoder.plan.recent:
-        notes.append(f"{encoder.plan.full_spec()} keeps all {length} tokens exact: none is coded")
+        notes.append(f"{encoder.plan.full_spec()} keeps all {counted(length, 'token')} exact: none is coded")
     return SaveReport(
         path=str(path),
         codec=encoder.plan.full_spec(),

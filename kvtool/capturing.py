@@ -11,7 +11,7 @@ from jinja2.exceptions import TemplateError
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
 
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, counted
 from formats.manifest import ModelInfo
 from kvtool.hidden import inputs_taken
 from kvtool.identifying import check_live
@@ -136,7 +136,7 @@ def capture(
     length = length_of(states)
     if known is not None and len(known) not in (length, length + 1):
         raise IncompatibleError(
-            f"{model.info.name}: the cache holds {length} tokens, but {len(known)} token ids were given",
+            f"{model.info.name}: the cache holds {counted(length, 'token')}, but {len(known)} token ids were given",
             hint="give the ids of exactly the tokens in the cache",
         )
     return Snapshot(model.info, known, length, states, probes, history, inputs)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from formats.container import Reader
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, counted
 from formats.manifest import CacheInfo
 from kvtool.decoding import Decoder
 from kvtool.encoding import energy
@@ -21,7 +21,7 @@ def layer_differences(a: Reader, b: Reader) -> list[dict[str, Any]]:
         IncompatibleError: the files do not have the same layers, heads, dims or rows.
     """
     if len(a.manifest.layers) != len(b.manifest.layers):
-        raise IncompatibleError(f"{len(a.manifest.layers)} layers, but {b.path} has {len(b.manifest.layers)}", path=a.path)
+        raise IncompatibleError(f"{counted(len(a.manifest.layers), 'layer')}, but {b.path} has {len(b.manifest.layers)}", path=a.path)
     sides = Decoder(a), Decoder(b)
     return [
         entry
@@ -33,7 +33,7 @@ def layer_differences(a: Reader, b: Reader) -> list[dict[str, Any]]:
 def _differences(name: str, a: Decoder, x: CacheInfo, b: Decoder, y: CacheInfo) -> Iterator[dict[str, Any]]:
     paths = a.reader.path, b.reader.path
     if len(x.caches) != len(y.caches):
-        raise IncompatibleError(f"layer {name} has {len(x.caches)} caches, but in {paths[1]} {len(y.caches)}", path=paths[0])
+        raise IncompatibleError(f"layer {name} has {counted(len(x.caches), 'cache')}, but in {paths[1]} {len(y.caches)}", path=paths[0])
     for i, (p, q) in enumerate(zip(x.caches, y.caches, strict=True)):
         yield from _differences(f"{name}.{i}", a, p, b, q)
     for role in ("k", "v"):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from formats.container import Reader
-from formats.errors import IncompatibleError, ManifestError
+from formats.errors import IncompatibleError, ManifestError, counted
 from formats.manifest import CACHE_DTYPES, CacheInfo, Manifest, ModelInfo
 from kvtool.decoding import check_class, rope_of
 from kvtool.encoding import DTYPE_NAMES
@@ -169,7 +169,7 @@ def check_layers(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheP
 def layer_problems(layers: Sequence[CacheInfo], probes: Sequence[CacheProbe]) -> list[str]:
     """What does not fit between a file's layer table and a model's: the number of layers, or each field of each layer that differs."""
     if len(layers) != len(probes):
-        return [f"{len(layers)} layers, but the model has {len(probes)}"]
+        return [f"{counted(len(layers), 'layer')}, but the model has {len(probes)}"]
     return [text for i, (a, b) in enumerate(zip(layers, probes, strict=True)) for text in _differences(f"layer {i}", a, b)]
 
 
@@ -232,11 +232,11 @@ def _check_rows(path: str, where: str, info: CacheInfo, probe: CacheProbe, lengt
     if info.attention == "state":
         missing = any(a is None and live is not None for a, live in zip(info.arrays, probe.arrays, strict=False))
         if (missing and length) or (info.offset != length and any(a is not None for a in info.arrays)):
-            raise ManifestError(f"{where}: no complete state after {info.offset} of {length} tokens", path=path)
+            raise ManifestError(f"{where}: no complete state after {info.offset} of {counted(length, 'token')}", path=path)
         return
     if not info.positions:
         if length and probe.k is not None:
-            raise ManifestError(f"{where}: no rows of {length} tokens", path=path)
+            raise ManifestError(f"{where}: no rows of {counted(length, 'token')}", path=path)
         return
     shift = info.offset - length
     wanted = _kept(info, shift)
@@ -244,11 +244,13 @@ def _check_rows(path: str, where: str, info: CacheInfo, probe: CacheProbe, lengt
         raise ManifestError(f"{where}: window {info.window}, but the parameters are {dict(info.params)}"[:200], path=path)
     if list(joined(info.positions)) != list(joined(wanted)):
         found = f"{list(info.positions)}"[:100]
-        raise ManifestError(f"{where}: {info.cls} after {info.offset} tokens holds the positions {list(wanted)}, not {found}", path=path)
+        raise ManifestError(
+            f"{where}: {info.cls} after {counted(info.offset, 'token')} holds the positions {list(wanted)}, not {found}", path=path
+        )
     if shift:
         start = info.positions[0][0]
         raise IncompatibleError(
-            f"{where} begins at position {start}, and a live cache of {length} tokens at {start - shift}",
+            f"{where} begins at position {start}, and a live cache of {counted(length, 'token')} at {start - shift}",
             path=path,
             hint=f"kvtool recode {shlex.quote(path)} -o OUT.kv --shift {-shift}",
         )

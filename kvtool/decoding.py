@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from formats.container import Reader
-from formats.errors import IncompatibleError, KVError, ManifestError
+from formats.errors import IncompatibleError, KVError, ManifestError, counted
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
 from kvtool.calibrations import KINDS, Shelf
 from kvtool.encoding import DTYPE_NAMES, MLX_AFFINE, Positions, decode_blocks, takes_dim
@@ -390,7 +390,7 @@ def check_role(path: str, role: Role) -> None:
     """Raise ManifestError for keys or values that are no MLX array: no heads, no rows (an empty cache has no role), or too many."""
     rows = role.segments[-1].rows[1] if role.segments else 0
     if role.heads < 1 or not 1 <= rows < 1 << 31:
-        raise ManifestError(f"keys or values of {role.heads} heads and {rows} rows", path=path)
+        raise ManifestError(f"keys or values of {role.heads} heads and {counted(rows, 'row')}", path=path)
 
 
 def rope_of(reader: Reader, index: int | None) -> RopeSpec | None:

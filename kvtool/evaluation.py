@@ -14,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 from mlx_lm.models.cache import make_prompt_cache
 
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, counted
 from kvtool import calibration_texts
 from kvtool.archive import Archive
 from kvtool.archive import open as open_archive
@@ -132,7 +132,7 @@ def evaluate(
         ids = continuation(model, text, prefix)
         n = min(tokens, len(ids) - 1)
         if n < 1:
-            raise ValueError(f"[evaluate] the text gives {len(ids)} tokens after the prefix; at least 2 are needed.")
+            raise ValueError(f"[evaluate] the text gives {counted(len(ids), 'token')} after the prefix; at least 2 are needed.")
         others = _wrong(model, wrong, prefix) if "wrong" in arms else []
         caches: dict[str, list[Any]] = {}
         seconds: dict[str, float] = {}
@@ -186,7 +186,7 @@ def _wrong(model: LoadedModel, text: str | Sequence[int] | None, prefix: Sequenc
     ids = encode_prompt(model, text) if isinstance(text, str) else token_ids(text)
     check_ids(model, ids)
     if len(ids) < len(prefix) or ids[: len(prefix)] == list(prefix):
-        found = f"{len(ids)} tokens" if len(ids) < len(prefix) else "the prefix itself"
+        found = f"{counted(len(ids), 'token')}" if len(ids) < len(prefix) else "the prefix itself"
         raise ValueError(f"[evaluate] wrong must be a text of at least {len(prefix)} tokens other than the prefix, but got {found}.")
     return ids[: len(prefix)]
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, counted
 from kvtool.model import LoadedModel
 from kvtool.probe import PROBE_IDS
 
@@ -61,7 +61,7 @@ def check_stream(model: LoadedModel) -> None:
     caches = make_prompt_cache(model.model)
     layers = getattr(model.model, "layers", ())
     if len({id(layer) for layer in layers}) != len(caches) or len(layers) != len(caches):
-        raise IncompatibleError(f"{model.info.name}: {len(layers)} layers for {len(caches)} caches", hint=_HINT)
+        raise IncompatibleError(f"{model.info.name}: {counted(len(layers), 'layer')} for {counted(len(caches), 'cache')}", hint=_HINT)
     with layers_replaced(model.model, look):
         model.model(mx.array([PROBE_IDS]), cache=caches)
     if [layer for layer, _, _ in seen] != list(range(len(caches))):

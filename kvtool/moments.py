@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 from blake3 import blake3
 
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, counted
 from formats.manifest import ModelInfo
 from kvtool import calibration_texts
 from kvtool.capturing import check_ids, encode_prompt, token_ids
@@ -225,7 +225,7 @@ def _candidates(table: Sequence[CacheProbe], recent: int, prefix: str = "") -> t
         elif v.rope is not None:
             skipped[name] = "its values are rotated"
         elif probe.window is not None and probe.window <= recent:
-            skipped[name] = f"its window of {probe.window} tokens holds none but the {recent} newest rows, which are exact"
+            skipped[name] = f"its window of {counted(probe.window, 'token')} holds none but the {recent} newest rows, which are exact"
         else:
             chosen[name] = probe
     return chosen, skipped

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from formats.container import TensorPlan, open_container, write_container
-from formats.errors import QualityError
+from formats.errors import QualityError, counted
 from formats.manifest import Manifest, ModelInfo
 from kvtool.compat import short
 from kvtool.evaluation import ArmResult, EvalReport
@@ -142,4 +142,4 @@ def _figures(arm: ArmResult) -> dict[str, float]:
 def _note(report: EvalReport, seconds: Mapping[str, float]) -> str:
     words = [f"{arm.arm} KL {arm.kl:.4g}, top-1 {arm.top1:.3f}" for arm in report.arms if arm.arm != "own"]
     took = f"own prefill {seconds['prefill']:.3g} s, transfer {seconds['transfer']:.3g} s"
-    return f"{report.n} positions in {report.model}: {'; '.join(words)}; {took}"
+    return f"{counted(report.n, 'position')} in {report.model}: {'; '.join(words)}; {took}"

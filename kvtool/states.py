@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, counted
 from kvtool.probe import CacheProbe
 
 
@@ -110,7 +110,7 @@ def check_against(states: Sequence[CacheState], probes: Sequence[CacheProbe]) ->
         IncompatibleError: names each differing field (the cache's value, not the model's) and the layers where it differs.
     """
     if len(states) != len(probes):
-        raise IncompatibleError(f"the cache has {len(states)} layers, the model {len(probes)}")
+        raise IncompatibleError(f"the cache has {counted(len(states), 'layer')}, the model {len(probes)}")
     problems: dict[str, list[str]] = {}
     for i, pair in enumerate(zip(states, probes, strict=True)):
         for where, text in _differences(str(i), *pair):
@@ -135,7 +135,7 @@ def _differences(where: str, state: CacheState, probe: CacheProbe) -> Iterator[t
         yield where, f"{_kind(state)}, not {_kind(probe)}"
         return
     if len(state.caches) != len(probe.caches):
-        yield where, f"{len(state.caches)} caches, not {len(probe.caches)}"
+        yield where, f"{counted(len(state.caches), 'cache')}, not {len(probe.caches)}"
         return
     for i, pair in enumerate(zip(state.caches, probe.caches, strict=True)):
         yield from _differences(f"{where}.{i}", *pair)

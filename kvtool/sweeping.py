@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from formats.errors import counted
 from kvtool.arms import CHUNK, OWN, Arm, TextArms
 from kvtool.bootstrap import paired_ratio
 from kvtool.calibrations import Calibration, resolve, resolve_foreign
@@ -251,7 +252,7 @@ def ids_of(model: LoadedModel, name: str, text: str | Sequence[int], before: int
     check_ids(model, ids)
     if len(ids) < before + 2:
         raise ValueError(
-            f"[sweep] {name} has {len(ids)} tokens; with {before} before the first scored one, {before + 2} are needed: "
+            f"[sweep] {name} has {counted(len(ids), 'token')}; with {before} before the first scored one, {before + 2} are needed: "
             "give a longer text, or a smaller prefix."
         )
     return ids[: before + tokens + 1]

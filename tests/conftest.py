@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,23 @@ def smollm2_paths() -> dict[str, Path]:
     return models_at()
 
 
-@pytest.fixture(scope="session")
-def s3_port() -> Iterator[int]:
-    if not store_servers.HAVE_S3:
-        pytest.skip("obstore or moto[server] is not installed")
-    with store_servers.s3_server() as port:
-        yield port
+def _port(have: bool, missing: str, server: Callable[[Path], AbstractContextManager[int]]) -> Any:
+    """A fixture: port of a server of the session in a folder of its own."""
+
+    @pytest.fixture(scope="session")
+    def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+        if not have:
+            pytest.skip(f"{missing} is not installed")
+        with server(tmp_path_factory.mktemp("server")) as running:
+            yield running
+
+    return port
 
 
-@pytest.fixture(scope="session")
-def azure_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    if not store_servers.HAVE_AZURE:
-        pytest.skip("azurite-blob or the package obstore is not installed")
-    with store_servers.azure_server(tmp_path_factory.mktemp("azure")) as port:
-        yield port
+s3_port = _port(store_servers.HAVE_S3, "obstore or moto[server]", lambda _: store_servers.s3_server())
+azure_port = _port(store_servers.HAVE_AZURE, "azurite-blob or the package obstore", store_servers.azure_server)
+redis_port = _port(store_servers.HAVE_REDIS, "redis-server or the package redis", store_servers.redis_server)
+cluster_port = _port(store_servers.HAVE_REDIS, "redis-server or the package redis", store_servers.redis_cluster)
 
 
 @pytest.fixture(scope="session")
@@ -68,22 +72,6 @@ def google() -> Iterator[Any]:
     server = pytest.importorskip("tests.gcs_server", reason="cryptography is not installed")
     with server.gcs_server(store_servers.BUCKET, page=7) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    if not store_servers.HAVE_REDIS:
-        pytest.skip("redis-server or the package redis is not installed")
-    with store_servers.redis_server(tmp_path_factory.mktemp("redis")) as port:
-        yield port
-
-
-@pytest.fixture(scope="session")
-def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    if not store_servers.HAVE_REDIS:
-        pytest.skip("redis-server or the package redis is not installed")
-    with store_servers.redis_cluster(tmp_path_factory.mktemp("cluster")) as port:
-        yield port
 
 
 @pytest.fixture(scope="session")

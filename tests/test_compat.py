@@ -77,7 +77,7 @@ def of_params(index: int, **fields: Any) -> Callable[[dict], None]:
 
 YARN = {"kind": "yarn", "base": None}
 GEOMETRY: list[tuple[str, str, Callable[[dict], None], str]] = [
-    ("layers removed", "llama", lambda m: m["layers"].pop(), "1 layers, but the model has 2"),
+    ("layers removed", "llama", lambda m: m["layers"].pop(), "1 layer, but the model has 2"),
     (
         "layers added",
         "llama",

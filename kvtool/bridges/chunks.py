@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, counted
 from kvtool.bridges.pairs import check_layers_of
 from kvtool.bridges.running import continued, full_state
 from kvtool.bridges.transferring import Source, cached
@@ -37,7 +37,7 @@ def join(sources: Sequence[Source], model: LoadedModel, recompute: int = 0) -> S
         IncompatibleError: another model's, or layers without full attention.
     """
     if not sources or recompute < 0:
-        raise ValueError(f"[join] there must be a file, and recompute at least 0, but got {len(sources)} files and {recompute}.")
+        raise ValueError(f"[join] there must be a file, and recompute at least 0, but got {counted(len(sources), 'file')} and {recompute}.")
     probes = check_layers_of(model)
     for source in sources:
         _check(source, model)
@@ -60,7 +60,8 @@ def join(sources: Sequence[Source], model: LoadedModel, recompute: int = 0) -> S
             states[i] = _appended(states[i], k, v)
         tokens += chunk
     step: dict[str, Any] = {"step": "join", "chunks": [source.length for source in sources], "recomputed": ran}
-    step["note"] = f"{len(sources)} chunks, of which later ones have not seen earlier ones; {ran} tokens at their beginnings recomputed"
+    ones = f"{counted(len(sources), 'chunk')}, of which later ones have not seen earlier ones"
+    step["note"] = f"{ones}; {counted(ran, 'token')} at their beginnings recomputed"
     left_out = sorted(set.union(*(set(source.inputs) for source in sources)) - set(kept))
     if left_out:
         step["note"] += f"; {entered(left_out)} is left out, which not all chunks have"

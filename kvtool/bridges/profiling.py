@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from blake3 import blake3
 
-from formats.errors import IncompatibleError, ManifestError, QualityError
+from formats.errors import IncompatibleError, ManifestError, QualityError, counted
 from formats.profile import Profile, Row
 from formats.transfer_map import MapFile
 from kvtool.archive import producer
@@ -64,7 +64,7 @@ def profile(
     if (mapping is None) != (digest is None) or not texts or min(prefix, scored) < 1 or (step is not None and step < 1):
         raise ValueError(
             f"[profile] there must be a text, prefix, scored and step of at least 1, and a map's digest with the map, but got "
-            f"{len(texts)} texts, {prefix}, {scored}, {step}."
+            f"{counted(len(texts), 'text')}, {prefix}, {scored}, {step}."
         )
     shapes = [[(p.k.heads, p.k.dim, p.v.dim) for p in check_layers_of(model) if p.k and p.v] for model in (source, target)]
     if shapes[0] != shapes[1]:
@@ -201,7 +201,7 @@ def _planned(row: Row, length: int, layers: int) -> Recompute:
         plan.check(length, layers)
     except ValueError as error:
         raise ManifestError(
-            f"$.rows: no plan of {length} tokens and {layers} layers: {error}", hint="profile the two models anew"
+            f"$.rows: no plan of {counted(length, 'token')} and {counted(layers, 'layer')}: {error}", hint="profile the two models anew"
         ) from error
     return plan
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.atomic import target_of
-from formats.errors import KVError
+from formats.errors import KVError, counted
 
 if TYPE_CHECKING:
+    from kvtool.model import LoadedModel
     from kvtool.store.store import PutReport, Store
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -48,15 +49,33 @@ adapter_option = click.option(
     metavar="PATH",
     help="Folder of mlx_lm.lora: an adapter on top of the model.",
 )
-adapter_a_option, adapter_b_option = (
-    click.option(
-        f"--adapter-{side}",
-        type=click.Path(exists=True, file_okay=False),
-        metavar="PATH",
-        help=f"Folder of mlx_lm.lora: an adapter on top of {side.upper()}.",
+
+
+def two_models(command: Callable[..., None]) -> Callable[..., None]:
+    """The arguments A and B, and the options --adapter-a, --adapter-b, --dtype and --json; what `load_two` takes."""
+    sides = (
+        click.option(
+            f"--adapter-{side}",
+            type=click.Path(exists=True, file_okay=False),
+            metavar="PATH",
+            help=f"Folder of mlx_lm.lora: an adapter on top of {side.upper()}.",
+        )
+        for side in "ab"
     )
-    for side in "ab"
-)
+    names = (click.argument("source_name", metavar="A"), click.argument("target_name", metavar="B"))
+    for one in reversed((*names, *sides, dtype_option, json_option)):
+        command = one(command)
+    return command
+
+
+def load_two(names: tuple[str, str], adapters: tuple[str | None, str | None], dtype: str) -> tuple["LoadedModel", "LoadedModel"]:
+    """The models A and B."""
+    from kvtool.model import load_model
+
+    source, target = (load_model(name, dtype=dtype, adapter=adapter) for name, adapter in zip(names, adapters, strict=True))
+    return source, target
+
+
 map_option = click.option(
     "--map", "mapping", type=click.Path(exists=True, dir_okay=False), metavar="MAP", help="Map rows by this file of `kvtool fit`."
 )
@@ -252,11 +271,6 @@ def check_target(path: str) -> None:
         raise OSError(code, os.strerror(code), target)
 
 
-def counted(number: int, noun: str) -> str:
-    """A number of things in words: 1 prompt, 2 prompts."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "n/a"
 
@@ -264,7 +278,7 @@ def percent(part: float, whole: float) -> str:
 def save_lines(report: Any) -> str:
     """A SaveReport as text."""
     lines = [
-        f"{report.path}: {report.tokens} tokens, codec {report.codec}",
+        f"{report.path}: {counted(report.tokens, 'token')}, codec {report.codec}",
         f"  {report.file_bytes:,} bytes, {percent(report.file_bytes, report.fp16_bytes)} of {report.fp16_bytes:,} (16 bits a value)",
     ]
     if report.quality:
@@ -301,7 +315,7 @@ def opened(where: str, quota: int | None = None, chunk: int | None = None) -> "S
 
 def put_lines(report: "PutReport") -> str:
     """A PutReport as text."""
-    lines = [f"{report.id}: {report.tokens} tokens, codec {report.codec}"]
+    lines = [f"{report.id}: {counted(report.tokens, 'token')}, codec {report.codec}"]
     shared = f"{report.chunks} whole chunks and its end" if report.whole is None else f"in one piece: {report.whole}"
     lines.append(f"  {shared}; {report.new} new, {report.bytes:,} bytes")
     lines += [f"  {quality_line(step)}" for step in report.quality]

@@ -8,13 +8,13 @@ from typing import Any
 import click
 
 from formats.calibration import to_bytes, write_calibration
+from formats.errors import counted
 from kvtool import calibration_store as store
 from kvtool.cli._common import (
     OutputFile,
     adapter_option,
     bar,
     check_target,
-    counted,
     dtype_option,
     emit,
     json_option,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from formats.errors import counted
 from kvtool.cli._common import bar, dtype_option, emit, json_option, percent
 from kvtool.tiny import filler_text
 
@@ -51,7 +52,7 @@ def command(model_name: str, to_model: str | None, tokens: int, seed: int, dtype
     model = load_model(model_name, dtype=dtype)
     other = "tiny-b" if to_model is None and model_name == "tiny-a" else to_model
     prompt = make_prompt(model, tokens, seed)
-    click.echo(f"{model.info.name}: a prompt of {len(prompt.ids)} tokens hides the passkey {prompt.answer}", err=True)
+    click.echo(f"{model.info.name}: a prompt of {counted(len(prompt.ids), 'token')} hides the passkey {prompt.answer}", err=True)
     with tempfile.TemporaryDirectory() as tmp:
         with bar("codecs", quiet=as_json) as progress:
             data = _codecs(model, prompt, Path(tmp), progress)

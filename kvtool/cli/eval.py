@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from formats.errors import counted
 from kvtool.cli._common import (
     OutputFile,
     adapter_option,
@@ -214,7 +215,7 @@ def command(
     for remark in report.notes:
         note(remark)
     lines = [
-        f"{report.path} in {report.model}: {report.prefix} tokens cached ({', '.join(report.codecs)}), {report.n} scored",
+        f"{report.path} in {report.model}: {counted(report.prefix, 'token')} cached ({', '.join(report.codecs)}), {report.n} scored",
         *(f"quality    {quality_line(step)}" for step in report.quality),
         *([f"sealed     {seal(report, model.info)['note']}"] if do_seal else []),
         f"{'arm':<12} {'NLL':>8} {'KL(own||arm)':>13} {'KL p99':>9} {'top-1':>7} {'ready in':>9}",
@@ -285,7 +286,7 @@ def _sweep(
         last = report.rows[-1]
         lossy = [r for r in report.rows if r.text == last.text and r.bits is not None and r.kl]
         labels, window = without_window([r.codec for r in lossy])
-        title = f"{report.model}, {report.protocol}, {last.n} positions ({last.text}){', ' + window if window else ''}"
+        title = f"{report.model}, {report.protocol}, {counted(last.n, 'position')} ({last.text}){', ' + window if window else ''}"
         write_plot(plot_file, [(name, r.bits or 0.0, r.kl or 0.0) for name, r in zip(labels, lossy, strict=True)], title)
     for row in report.rows:
         if row.note and row.text == report.rows[0].text:
@@ -302,7 +303,7 @@ def sweep_table(report: "SweepReport") -> str:
     ratios = f" {'ratio [95 %]':>22}" if report.relative_to is not None else ""
     passkeys = f" {'passkey':>7}" if report.passkeys else ""
     lines = [
-        f"{report.model}, {report.protocol}: {report.prefix} tokens before the first scored one"
+        f"{report.model}, {report.protocol}: {counted(report.prefix, 'token')} before the first scored one"
         + (f"; ratios of KL to that of {report.relative_to}" if ratios else "")
         + (f"; {report.passkeys} passkeys" if passkeys else "")
         + (f"; tables calibrated on {report.calibration_of}" if report.calibration_of is not None else ""),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import IncompatibleError
+from formats.errors import IncompatibleError, counted
 from formats.files import naming
 from kvtool.cli._common import (
     OutputFile,
@@ -210,7 +210,8 @@ def command(
         with bar("measuring", quiet=as_json) as progress:
             found = smallest_rate(model, snapshot, limit, family=family, plan=plan, calibration=tables, progress=progress)
         plan, details = carried(found.plan), found.record()
-        note(f"{plan.spec()}: KL {found.kl:.3g} nats a token on the prompt ({found.positions} tokens), at most {limit:g} asked for")
+        measured = f"KL {found.kl:.3g} nats a token on the prompt ({counted(found.positions, 'token')})"
+        note(f"{plan.spec()}: {measured}, at most {limit:g} asked for")
     prompt_tokens = None if snapshot.tokens is None else len(snapshot.tokens)
     if output is None:
         assert where is not None

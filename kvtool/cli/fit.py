@@ -7,23 +7,19 @@ from typing import Any
 
 import click
 
+from formats.errors import counted
 from kvtool.cli._common import (
     OutputFile,
-    adapter_a_option,
-    adapter_b_option,
     bar,
     check_target,
-    counted,
-    dtype_option,
     emit,
-    json_option,
+    load_two,
     named_texts,
+    two_models,
 )
 
 
 @click.command("fit")
-@click.argument("source_name", metavar="A")
-@click.argument("target_name", metavar="B")
 @click.option("--text", "files", multiple=True, metavar="F", help="File with a text, twice or more; without any, the shipped texts.")
 @click.option("--sources", type=click.IntRange(1), metavar="N", help="Layers of A that a layer of B is built from, at most.")
 @click.option(
@@ -40,10 +36,7 @@ from kvtool.cli._common import (
 )
 @click.option("--pieces", type=click.IntRange(2), default=64, show_default=True, metavar="N", help="Pieces of 256 tokens to learn from.")
 @click.option("-o", "--output", required=True, type=OutputFile(), metavar="MAP", help="The file to write.")
-@adapter_a_option
-@adapter_b_option
-@dtype_option
-@json_option
+@two_models
 def command(
     source_name: str,
     target_name: str,
@@ -74,10 +67,9 @@ def command(
     from formats.transfer_map import write_map
     from kvtool.bridges.fitting import fit
     from kvtool.compat import tokenizer_difference
-    from kvtool.model import load_model
 
     start = time.monotonic()
-    source, target = (load_model(n, dtype=dtype, adapter=a) for n, a in ((source_name, adapter_a), (target_name, adapter_b)))
+    source, target = load_two((source_name, target_name), (adapter_a, adapter_b), dtype)
     with bar("running texts", quiet=as_json) as progress:
         mapping = fit(source, target, texts, sources=sources, noise=noise, overlap=overlap, pieces=pieces, progress=progress)
     digest = write_map(output, mapping)
@@ -104,7 +96,7 @@ def command(
         data,
         f"{output}: {mapping.source.name} to {mapping.target.name}, {data['file_bytes']:,} bytes, made in {data['seconds']:.0f} s\n"
         f"  digest {digest}\n"
-        f"  {len(layers)} layers, {mapping.tokens:,} tokens of {counted(len(mapping.texts), 'text')}\n"
+        f"  {counted(len(layers), 'layer')}, {mapping.tokens:,} tokens of {counted(len(mapping.texts), 'text')}\n"
         f"  energy left unexplained on texts not fitted on: {min(left):.1%} to {max(left):.1%}\n"
         f"  use: {use}",
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from formats.errors import counted
 from kvtool import tiny
 from kvtool.cli._common import (
     OutputFile,
@@ -19,7 +20,6 @@ from kvtool.cli._common import (
     calibration_option,
     check_target,
     chunk_option,
-    counted,
     dtype_option,
     emit,
     from_model_option,
@@ -189,7 +189,7 @@ def command(
         }
         joined = "nothing put" if resumed.put is None else f"{counted(resumed.put.new, 'object')} put as {resumed.put.codec}"
         coded = "" if resumed.codec is None else f" ({resumed.codec})"
-        line = f"{resumed.usable} of {len(tokens)} tokens from {where}{coded}, {resumed.ran} run, {joined}"
+        line = f"{resumed.usable} of {counted(len(tokens), 'token')} from {where}{coded}, {resumed.ran} run, {joined}"
         _generate(model, resumed.cache, [resumed.last], max_tokens, temperature, about, line, as_json)
         return
     assert source is not None
@@ -221,7 +221,7 @@ def command(
                     "quality": list(archive.manifest.quality),
                     "notes": remarks,
                 },
-                f"{target[1]}: {archive.length} tokens, {size:,} bytes\n"
+                f"{target[1]}: {counted(archive.length, 'token')}, {size:,} bytes\n"
                 f"{shlex.join(['mlx_lm.generate', '--model', name, '--prompt-cache-file', target[1], '--prompt', 'TEXT'])}",
             )
             return
@@ -240,7 +240,7 @@ def command(
     usable = restored.usable
     ids = [*(restored.tokens or ())[restored.usable :], *suffix] if suffix else restored.pending()
     about = {"usable_tokens": usable, "load_seconds": round(loaded, 4), "quality": quality, "notes": list(restored.notes)}
-    line = f"{usable} tokens from {source} in {loaded:.2f} s"
+    line = f"{counted(usable, 'token')} from {source} in {loaded:.2f} s"
     _generate(model, restored.cache, ids, max_tokens, temperature, about, line, as_json)
 
 

@@ -5,6 +5,7 @@ import sys
 
 import click
 
+from formats.errors import counted
 from kvtool.cli._common import adapter_option, calibration_option, chunk_option, dtype_option, model_option, note, opened, quota_option
 
 
@@ -68,7 +69,7 @@ def command(
     model = load_model(model_name, dtype=dtype, adapter=adapter)
     prompts = [load(path, model, calibration=calibration) for path in files]
     for path, restored in zip(files, prompts, strict=True):
-        note(f"{path}: {restored.usable} tokens, {sum(c.nbytes for c in restored.cache):,} bytes")
+        note(f"{path}: {counted(restored.usable, 'token')}, {sum(c.nbytes for c in restored.cache):,} bytes")
         for remark in restored.notes:
             note(remark)
     empty = None if codec is None else make_cache(model, codec)

@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from formats.errors import counted
 from kvtool.cli._common import (
     OutputFile,
-    adapter_a_option,
-    adapter_b_option,
     bar,
     check_target,
-    counted,
-    dtype_option,
     emit,
-    json_option,
+    load_two,
     map_option,
     named_texts,
     note,
+    two_models,
 )
 
 if TYPE_CHECKING:
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
 
 @click.command("profile")
-@click.argument("source_name", metavar="A")
-@click.argument("target_name", metavar="B")
 @click.option(
     "--text", "files", multiple=True, required=True, metavar="F", help="File with a text that the map was not fitted on; several times."
 )
@@ -38,10 +34,7 @@ if TYPE_CHECKING:
 @click.option("--n", "scored", type=click.IntRange(1), default=256, show_default=True, metavar="N", help="Tokens scored after them.")
 @click.option("--step", type=click.IntRange(1), metavar="N", help="Layers of the coarse grid's step; a sixth of them by default.")
 @click.option("-o", "--output", required=True, type=OutputFile(), metavar="PROFILE", help="The file to write.")
-@adapter_a_option
-@adapter_b_option
-@dtype_option
-@json_option
+@two_models
 def command(
     source_name: str,
     target_name: str,
@@ -73,10 +66,9 @@ def command(
     from formats.profile import write_profile
     from formats.transfer_map import read_map
     from kvtool.bridges.profiling import profile
-    from kvtool.model import load_model
 
     start = time.monotonic()
-    source, target = (load_model(n, dtype=dtype, adapter=a) for n, a in ((source_name, adapter_a), (target_name, adapter_b)))
+    source, target = load_two((source_name, target_name), (adapter_a, adapter_b), dtype)
     used, map_digest = (None, None) if mapping is None else read_map(mapping)
     with bar("measuring", quiet=as_json) as progress:
         found = profile(source, target, texts, mapping=used, digest=map_digest, prefix=prefix, scored=scored, step=step, progress=progress)
@@ -99,7 +91,7 @@ def command(
     }
     use = ["kvtool", "recode", "IN.kv", "-o", "OUT.kv", "--to-model", *target.arguments, *(["--map", mapping] if mapping else [])]
     number = counted(len(found.texts), "text")
-    head = f"{output}: {found.source.name} to {found.target.name}, {number}, {prefix} tokens cached, {scored} scored"
+    head = f"{output}: {found.source.name} to {found.target.name}, {number}, {counted(prefix, 'token')} cached, {scored} scored"
     emit(as_json, data, "\n".join([head, *table(found), f"  use: {shlex.join([*use, '--profile', output, '--share', '20%'])}"]))
 
 

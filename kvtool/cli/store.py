@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from formats.errors import counted
 from kvtool.cli._common import (
     OutputFile,
     adapter_option,
@@ -16,7 +17,6 @@ from kvtool.cli._common import (
     check_store,
     check_target,
     chunk_option,
-    counted,
     dtype_option,
     emit,
     error_figures,
@@ -278,10 +278,10 @@ def get(
     with opened(where) as store:
         match = store.get(prompt_ids, model, output)
     if match is None:
-        raise IncompatibleError(f"holds no beginning of these {len(prompt_ids)} tokens for {model.info.name}", path=where)
+        raise IncompatibleError(f"holds no beginning of these {counted(len(prompt_ids), 'token')} for {model.info.name}", path=where)
     data = {"store": where, "path": output, "tokens": match.usable, "prompt_tokens": len(prompt_ids), "codec": match.space.codec}
     turned = ", keys turned to this model's rotation" if match.recode else ""
-    text = f"{output}: {match.usable} of {len(prompt_ids)} tokens, codec {match.space.codec}{turned}"
+    text = f"{output}: {match.usable} of {counted(len(prompt_ids), 'token')}, codec {match.space.codec}{turned}"
     with open_archive(output) as archive:
         quality = list(archive.manifest.quality)
     lines = [text, *(f"  {quality_line(step)}" for step in quality)]

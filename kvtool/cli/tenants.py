@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from formats.errors import KVError
-from kvtool.cli._common import OutputFile, check_store, counted, emit, json_option
+from formats.errors import KVError, counted
+from kvtool.cli._common import OutputFile, check_store, emit, json_option
 from kvtool.service.leaving import clear
 from kvtool.service.tenants import RIGHTS, changing, made, read
 from kvtool.store.addresses import open_objects

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from formats.container import AHEAD, Defect, Reader, TensorPlan, WriteReport, verifying_threads, write_container
-from formats.errors import ManifestError
+from formats.errors import ManifestError, counted
 from formats.manifest import CacheInfo, Manifest, ModelInfo, Role, Segment, Tokens
 from formats.tensor_info import TensorInfo
 
@@ -49,7 +49,7 @@ class Joined(Reader):
         layers = [_Layer(self._first(info)) for info in first.layers]
         for number, part in enumerate(parts[1:], 1):
             if len(part.manifest.layers) != len(layers):
-                raise ManifestError(f"has {len(part.manifest.layers)} layers, those before it {len(layers)}", path=part.path)
+                raise ManifestError(f"has {counted(len(part.manifest.layers), 'layer')}, those before it {len(layers)}", path=part.path)
             codecs, ropes = self._tables(part)
             for i, (layer, info) in enumerate(zip(layers, part.manifest.layers, strict=True)):
                 self._follow(number, codecs, ropes, i, layer, info)

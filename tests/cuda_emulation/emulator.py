@@ -4,12 +4,8 @@ For the texts that keep PTX to the few functions of `decode_parts.cu` which warp
 """
 
 import ctypes
-import hashlib
-import platform
+import math
 import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +13,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from tests import emulation
+from tests.emulation import from_bytes, to_bytes
 from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template
 
 HERE = Path(__file__).parent
-CACHE = HERE.parents[1] / ".cache" / "cuda_emulation"
 TYPES = {mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t", mx.int32: "int"}
 TYPES |= {mx.bool_: "bool", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
-COMPILER = shutil.which("clang++-19") or shutil.which("clang-19")
 FUNCTION = re.compile(
     r"(?:template <[^>]*>\n)?(?:constexpr )?__device__ __forceinline__ [\w*]+ (decode_\w+)\((?:[^{};]*)\) \{\n.*?\n\}\n", re.DOTALL
 )
@@ -35,9 +31,7 @@ BOUNDS = re.compile(r"#undef __global__\n#define __global__ [^\n]*\n")
 
 def unavailable() -> str | None:
     """Why kernels cannot be emulated here, or None."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"the CUDA emulation runs on x86-64, not on {platform.machine()}"
-    return None if COMPILER else "the CUDA emulation needs clang 19 (Debian: apt-get install clang-19)"
+    return emulation.unavailable("CUDA")
 
 
 class EmulatedCuda:
@@ -53,18 +47,14 @@ class EmulatedCuda:
         shapes: Shapes,
         dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
-        given = [np.array(_bits(a)) for a in arrays]
-        results = [np.array(_bits(mx.full(shape, mx.nan, dtype))) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        given = [to_bytes(a) for a in arrays]
+        # All bits set: what no thread writes is NaN.
+        results = [np.full(math.prod(shape) * dtype.size, 255, np.uint8) for shape, dtype in zip(shapes, dtypes, strict=True)]
         run = _compiled(text(kernel, [a.dtype for a in arrays], template, dtypes))
         blocks = [-(-threads // group) for threads, group in zip(grid, threadgroup, strict=True)]
         pointers = [a.ctypes.data_as(ctypes.c_void_p) for a in (*given, *results)]
         run(blocks[0], blocks[1], threadgroup[0], *pointers)
-        return [mx.array(a).view(dtype) for a, dtype in zip(results, dtypes, strict=True)]
-
-
-def _bits(array: mx.array) -> mx.array:
-    """bfloat16, which NumPy does not have, as its bits."""
-    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+        return [from_bytes(data, tuple(shape), dtype) for data, shape, dtype in zip(results, shapes, dtypes, strict=True)]
 
 
 def text(kernel: Kernel, inputs: Sequence[mx.Dtype], template: Template, outputs: Sequence[mx.Dtype]) -> str:
@@ -83,28 +73,11 @@ def text(kernel: Kernel, inputs: Sequence[mx.Dtype], template: Template, outputs
 
 
 def _compiled(source: str) -> Any:
-    CACHE.mkdir(parents=True, exist_ok=True)
-    key = hashlib.sha256((source + (HERE / "warp.hpp").read_text(encoding="utf-8")).encode()).hexdigest()[:24]
-    library = CACHE / f"{key}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-            (Path(folder) / "a.cpp").write_text(source, encoding="utf-8")
-            command = [
-                COMPILER,
-                "-x",
-                "c++",
-                "-std=c++20",
-                "-O1",
-                "-w",
-                "-fPIC",
-                "-shared",
-                "-mf16c",
-                f"{folder}/a.cpp",
-                "-o",
-                f"{folder}/a.so",
-            ]
-            done = subprocess.run([*command, "-lstdc++", "-lm"], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"the CUDA text does not compile:\n{done.stderr[:6000]}")
-            (Path(folder) / "a.so").replace(library)
-    return ctypes.CDLL(str(library)).entry
+    def compile_to(path: Path) -> None:
+        options = ("-x", "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-mf16c", "-o", str(path))
+        fault = emulation.clang(options, source, ("-lstdc++", "-lm"))
+        if fault is not None:
+            raise RuntimeError(f"the CUDA text does not compile:\n{fault[:6000]}")
+
+    depends = emulation.version() + (source + (HERE / "warp.hpp").read_text(encoding="utf-8")).encode()
+    return ctypes.CDLL(str(emulation.library("cuda_emulation", depends, compile_to))).entry

@@ -7,9 +7,7 @@ no thread writes, more than 32 KiB of threadgroup memory, undefined shifts and c
 
 import contextlib
 import ctypes
-import hashlib
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -25,11 +23,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from tests import emulation
+from tests.emulation import from_bytes, to_bytes
 from tests.metal_emulation.translate import SourceError, Translation, translate
 from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template
 
 HERE = Path(__file__).parent
-CACHE = HERE.parents[1] / ".cache" / "metal_emulation"
 ACCESS_LIMIT = 400_000_000
 
 # fmt: off
@@ -61,19 +60,9 @@ class MetalFault(RuntimeError):
     """The kernel does something that Metal forbids, or that has no defined result."""
 
 
-@cache
-def compiler() -> str | None:
-    return shutil.which("clang-19")
-
-
-@cache
 def unavailable() -> str | None:
     """Why kernels cannot be emulated here, or None."""
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
-        return f"the Metal emulation runs on Linux on x86-64, not on {sys.platform} on {platform.machine()}"
-    if compiler() is None:
-        return "the Metal emulation needs clang 19 (Debian: apt-get install clang-19)"
-    return None
+    return emulation.unavailable("Metal")
 
 
 @dataclass(frozen=True)
@@ -156,19 +145,18 @@ def flags() -> tuple[str, ...]:
 @cache
 def _tools() -> bytes:
     """What an image depends on besides its text."""
-    identity = subprocess.run([str(compiler()), "--version"], capture_output=True, check=True).stdout
     headers = (HERE / "runtime.h").read_bytes() + (HERE / "thread.h").read_bytes()
-    return identity + headers + repr((WARNINGS, LANGUAGE, ARITHMETIC, CHECKS, flags())).encode()
+    return emulation.version() + headers + repr((WARNINGS, LANGUAGE, ARITHMETIC, CHECKS, flags())).encode()
 
 
-def _image(*texts: str) -> Path:
-    return CACHE / f"{hashlib.sha256(_tools() + chr(0).join(texts).encode()).hexdigest()[:24]}.so"
+def _library(texts: Sequence[str], compile_to: Callable[[Path], None]) -> Path:
+    return emulation.library("metal_emulation", _tools() + chr(0).join(texts).encode(), compile_to)
 
 
 def _clang(arguments: Sequence[str], source: str, libraries: Sequence[str] = ()) -> None:
-    done = subprocess.run([str(compiler()), *arguments, "-", *libraries], input=source, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise MetalFault(f"does not compile:\n{done.stderr}")
+    fault = emulation.clang(arguments, source, libraries)
+    if fault is not None:
+        raise MetalFault(f"does not compile:\n{fault}")
 
 
 def compile_kernel(text: str) -> tuple[Path, Translation]:
@@ -177,21 +165,15 @@ def compile_kernel(text: str) -> tuple[Path, Translation]:
         translation = translate(text)
     except SourceError as error:
         raise MetalFault(str(error)) from error
-    path = _image(translation.checked, translation.executable)
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
+
+    def compile_to(path: Path) -> None:
         include = ("-isystem", str(HERE))
         # Metal is C++14; runtime.h is not, and as a system header it may differ.
         _clang(["-std=c++14", "-DSTRICT", "-fsyntax-only", *WARNINGS, *LANGUAGE, *include], translation.checked)
-        with tempfile.NamedTemporaryFile(dir=CACHE, suffix=".tmp", delete=False) as target:
-            pass
-        options = ("-std=c++17", "-O1", "-shared", "-fPIC", "-gline-tables-only", "-gdwarf-4", "-w", "-o", target.name)
-        try:
-            _clang([*options, *LANGUAGE, *ARITHMETIC, *CHECKS, *flags(), *include], translation.executable)
-            os.replace(target.name, path)
-        finally:
-            Path(target.name).unlink(missing_ok=True)
-    return path, translation
+        options = ("-std=c++17", "-O1", "-shared", "-fPIC", "-gline-tables-only", "-gdwarf-4", "-w", "-o", str(path))
+        _clang([*options, *LANGUAGE, *ARITHMETIC, *CHECKS, *flags(), *include], translation.executable)
+
+    return _library((translation.checked, translation.executable), compile_to), translation
 
 
 def compile_all(texts: Sequence[str]) -> None:
@@ -209,13 +191,12 @@ def compile_all(texts: Sequence[str]) -> None:
 def runtime() -> ctypes.CDLL:
     """The scheduler and the checks; loaded globally, since kernels call into it."""
     source = (HERE / "runtime.cpp").read_text(encoding="utf-8")
-    path = _image(source)
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        options = ["-x", "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-Wall", "-Werror", "-I", str(HERE), "-o", str(partial)]
+
+    def compile_to(path: Path) -> None:
+        options = ["-x", "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-Wall", "-Werror", "-I", str(HERE), "-o", str(path)]
         _clang([*options, *flags()], source, ("-lstdc++", "-lm"))
-        os.replace(partial, path)
+
+    path = _library((source,), compile_to)
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.emu_run.restype = ctypes.c_int
     return library
@@ -239,17 +220,6 @@ class Buffer(ctypes.Structure):
         ("element", ctypes.c_uint),
         ("output", ctypes.c_uint),
     )
-
-
-def to_bytes(array: mx.array) -> np.ndarray:
-    """Row-contiguous bytes of an array of any dtype."""
-    flat = mx.contiguous(array).reshape(-1)
-    return np.array(flat.view(mx.uint8) if array.dtype != mx.bool_ else flat.astype(mx.uint8))
-
-
-def from_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    flat = mx.array(data)
-    return (flat.astype(mx.bool_) if dtype == mx.bool_ else flat.view(dtype)).reshape(shape)
 
 
 def run(
