@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.store.folder import Folder
 from kvtool.store.objects import Objects
 from tests import store_servers
 from tests.service_running import HAVE_SERVICE
@@ -60,19 +61,16 @@ class Server:
 
     def client(self, port: int, timeout: float, monkeypatch: pytest.MonkeyPatch) -> Objects:
         if self.kind == "redis":
-            from kvtool.store.valkey import Valkey
-
-            return Valkey(f"redis://127.0.0.1:{port}/0", timeout=timeout)
+            valkey = pytest.importorskip("kvtool.store.valkey")
+            return valkey.Valkey(f"redis://127.0.0.1:{port}/0", timeout=timeout)
         if self.kind == "service":
-            from kvtool.store import served
-
+            served = pytest.importorskip("kvtool.store.served")
             monkeypatch.setattr(served, "IDLE_SECONDS", timeout)
             return served.Served(f"http://127.0.0.1:{port}", "")
-        from kvtool.store.buckets import Buckets
-
+        buckets = pytest.importorskip("kvtool.store.buckets")
         for name, value in (*store_servers.S3_ENVIRONMENT.items(), ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")):
             monkeypatch.setenv(name, value)
-        return Buckets(f"s3://{BUCKET}/killed", timeout=timeout)
+        return buckets.Buckets(f"s3://{BUCKET}/killed", timeout=timeout)
 
 
 def outcome(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
@@ -150,8 +148,6 @@ def test_a_service_that_was_killed_holds_nothing_half_written(tmp_path: Path, mo
     """What the upload left is counted as unfinished, and the next service's round takes it away."""
     if not HAVE_SERVICE:
         pytest.skip("the extra serve is not installed")
-    from kvtool.store.folder import Folder
-
     server = Server("service", tmp_path)
     server.start()
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
