@@ -55,12 +55,16 @@ def decoding(size: Size, codecs: tuple[str, ...], dtype: mx.Dtype, seed: int) ->
 
 
 def recoding(size: Size, dtype: mx.Dtype, seed: int) -> Iterator[Case]:
-    """Rows of `recode`: keys from base BASE to TARGET."""
-    name = NAMES[dtype]
-    yield Case("recode", f"crosskv_rope_recode {name}", lambda: _recoding(_by_kernel, 0.0, size, dtype, seed))
-    yield Case("recode", f"rotate, exact {name}", lambda: _recoding(_by_rotate("exact"), 0.0, size, dtype, seed))
-    # It has the float32 angles of the models themselves, off by 2e-8 a token of position from either base.
-    yield Case("recode", f"rotate, mlx {name}", lambda: _recoding(_by_rotate("mlx"), 4e-8 * size.tokens, size, dtype, seed))
+    """Rows of `recode`: keys from base BASE to TARGET, of the dtype that models run in here, and of caches in 16 bits."""
+    # `mlx` has the float32 angles of the models themselves, off by 2e-8 a token of position from either base.
+    ways = (
+        ("crosskv_rope_recode", _by_kernel, 0.0),
+        ("rotate, exact", _by_rotate("exact"), 0.0),
+        ("rotate, mlx", _by_rotate("mlx"), 4e-8 * size.tokens),
+    )
+    for kind in dict.fromkeys((dtype, mx.float16, mx.bfloat16)):
+        for name, recode, angle in ways:
+            yield Case("recode", f"{name} {NAMES[kind]}", partial(_recoding, recode, angle, size, kind, seed))
 
 
 # --- bits

@@ -69,6 +69,7 @@ COPY, SDPA = "times as fast as copying float16 once", "times as fast as MLX's fl
 FRAMES = ("", ",frame=post")  # keys before RoPE, as the codecs keep them unless told otherwise, and as cached
 TIMES = {"rabitq": 1.5, "rvq-4": 1.0, "affine-4": 1.0}
 LOAD = "times as fast as mlx-lm's load"
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a value
 
 CPU = (
     *(_of("attend", f"{spec}{frame}: codes", COPY, "to_copy", least) for frame in FRAMES for spec, least in TIMES.items()),
@@ -76,7 +77,7 @@ CPU = (
     _beside("tc-2.05: codes", "rvq-4: codes", 0.5),
     *(_of("encode", spec, "values a second", "values_rate", 600e6) for spec in ("rvq-4", "rabitq")),
     *(_output("decode", spec, 4) for spec in ("rvq-4", "rabitq", "affine-4")),
-    _output("recode", "crosskv_rope_recode float32", 4),
+    *(_output("recode", f"{way} {dtype}", size) for dtype, size in DTYPES.items() for way in ("crosskv_rope_recode", "rotate, mlx")),
     _of("files", "rvq-4: load, warm", LOAD, "speedup", 4.0),
     _of("files", "rvq-4: load, cold", LOAD, "speedup", 2.5),
     _of("files", "rvq-4: save", "times as fast as mlx-lm's save and fsync", "speedup", 1 / 1.2),

@@ -130,9 +130,12 @@ void turn_typed(const Turning& t, int start, int stop) {
     for (int s = start; s < stop; s++, out += dim) {
       const Stored* x = reinterpret_cast<const Stored*>(t.x + h * t.head + s * t.row);
       const float *cos = angles + (s - start) * 2 * half, *sin = cos + half;
-      // The processor does not foresee where the next head's rows lie.
-      const uint8_t* later = h + 1 < t.heads ? reinterpret_cast<const uint8_t*>(x) + t.head : t.x + (s + TILE) * t.row;
-      for (int64_t i = 0; i < int64_t(dim * sizeof(Stored)); i += 64) __builtin_prefetch(later + i);
+      // The processor does not foresee where the next head's rows lie, nor where they go: a line is read before a part of it is written.
+      const bool last = h + 1 == t.heads;
+      const uint8_t* later = last ? t.x + (s + TILE) * t.row : reinterpret_cast<const uint8_t*>(x) + t.head;
+      const Stored* there = last ? reinterpret_cast<const Stored*>(t.out) + int64_t(s + TILE) * dim : out + int64_t(t.count) * dim;
+      for (int64_t i = 0; i < int64_t(dim * sizeof(Stored)); i += 64)
+        __builtin_prefetch(later + i), __builtin_prefetch(reinterpret_cast<const uint8_t*>(there) + i, 1);
       if (t.first) memcpy(out, x, t.first * sizeof(Stored));
       if (rest < dim) memcpy(out + rest, x + rest, (dim - rest) * sizeof(Stored));
       const int in = t.paired_in ? 2 : 1, to = t.paired_out ? 2 : 1;
