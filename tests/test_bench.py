@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import platform
 import shlex
 import xml.etree.ElementTree as ElementTree
@@ -23,6 +24,7 @@ from kvtool.bench.measuring import Case, Checked, Prepared, Row, copy_bandwidth,
 from kvtool.bench.rows import BASE, Size, blocks, head_rows, plan_of, rows
 from kvtool.cli import run
 from kvtool.cli.bench import FAMILIES
+from kvtool.frontier import COLOURS
 from kvtool.probe import probe_model
 from tests import oracles
 from tests.metal_emulation.emulator import EmulatedMetal, unavailable
@@ -308,17 +310,34 @@ def test_json_csv_and_plot(whole: tuple[dict[str, Any], Path]) -> None:
     assert all(float(bar.get("width") or 0) > 0 for bar in bars)
 
 
+def test_plot_as_png(tmp_path: Path) -> None:
+    """A picture with more than its white ground: a bar of the family's colour among it."""
+    image = pytest.importorskip("matplotlib.image", reason="a PNG needs matplotlib (the extra `plot`)")
+    path = tmp_path / "b.png"
+    assert bench("recode", "--shape", "1,2,2,8,64", "--seconds", "0", "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    pixels = image.imread(path)[..., :3].reshape(-1, 3)
+    bar = np.array([int(digit, 16) / 15 for digit in COLOURS[0][1:]])
+    bar = 0.7 * bar + 0.3  # on white
+    assert np.mean(np.abs(pixels - bar).max(axis=1) < 0.01) > 0.01
+
+
+def words_of(row: dict[str, Any]) -> list[str]:
+    """Of a row's command, without the environment and `kvtool`."""
+    return shlex.split(row["command"].removeprefix(" ".join([*machine.environment(), ""])))[1:]
+
+
 def test_commands_make_their_rows_alone(whole: tuple[dict[str, Any], Path]) -> None:
     """Every command parses; those of some rows run and give the row, its reference, and the same bytes."""
     data, _ = whole
     for row in data["rows"]:
-        words = shlex.split(row["command"])
-        assert words[:3] == ["kvtool", "bench", row["family"]] and words[-2:] == ["--only", row["name"]]
+        words = words_of(row)
+        assert words[:2] == ["bench", row["family"]] and words[-2:] == ["--only", row["name"]]
     for name in ("rvq-4: codes", "affine-4: scalar_fused_decode_attend", "pack 2 bits", "rotate, exact float32", "raw: load"):
         row = by_name(data).get(name)
         if row is None:
             continue
-        alone = report(*shlex.split(row["command"])[2:])
+        alone = report(*words_of(row)[1:])
         assert [r["name"] for r in alone["rows"]] == [n for n in (row["reference"], name) if n is not None]
         for key in ("moved", "values", "error", "bits", "command"):
             assert by_name(alone)[name][key] == row[key]
@@ -338,7 +357,20 @@ def test_text_says_what_it_ran_on() -> None:
         "crosskv_rope_recode float32",
     ):
         assert part in text
-    assert text.count("kvtool bench recode --shape 1,2,2,8,64 --seconds 0 --seed 1 --only") == 3
+    assert text.count("kvtool bench recode --shape 1,2,2,8,64 --seconds 0 --seed 1 --only") == 9
+
+
+def test_commands_say_what_of_the_environment_they_ran_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What times depend on, as a shell takes it; never a secret."""
+    for name in [name for name in os.environ if name in machine.SETTINGS or name.startswith("MLX_")]:
+        monkeypatch.delenv(name)
+    row = ("recode", "--shape", "1,2,2,8,64", "--seconds", "0", "--only", "rotate, mlx float32", "--repro")
+    assert "\nkvtool bench recode" in bench(*row)[1]
+    given = {"KVTOOL_SIMD": "avx2", "KVTOOL_THREADS": "1", "LD_PRELOAD": "/lib/my blas.so", "MLX_X": "1"}
+    for name, value in (given | {"KVTOOL_TOKEN": "secret", "KVTOOL_STORE_KEY": "secret"}).items():
+        monkeypatch.setenv(name, value)
+    text = bench(*row)[1]
+    assert "\nKVTOOL_SIMD=avx2 KVTOOL_THREADS=1 LD_PRELOAD='/lib/my blas.so' MLX_X=1 kvtool bench recode" in text and "secret" not in text
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))

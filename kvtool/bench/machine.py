@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,11 @@ from veloxquant_mlx import native
 from veloxquant_mlx.metal._backend import backend
 
 PACKAGES = ("kvtool", "mlx", "mlx-lm", "numpy", "torch")
+# What a time depends on; named one by one, for others that begin with KVTOOL_ are secrets. MLX's own all begin with MLX_.
+SETTINGS = (
+    *("KVTOOL_SIMD", "KVTOOL_THREADS", "KVTOOL_OPENBLAS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+    *("LD_PRELOAD", "CUDA_VISIBLE_DEVICES"),
+)
 
 
 def machine() -> dict[str, Any]:
@@ -35,6 +41,12 @@ def machine() -> dict[str, Any]:
         "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "all"),
         "versions": {name: found for name in PACKAGES if (found := _version(name))} | {"python": platform.python_version()},
     }
+
+
+def environment() -> list[str]:
+    """The variables that are set and that times depend on, as assignments of a shell."""
+    names = [*SETTINGS, *sorted(name for name in os.environ if name.startswith("MLX_"))]
+    return [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
 
 
 def native_line() -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvtool.bench.machine import machine
+from kvtool.bench.machine import environment, machine
 from veloxquant_mlx import native
 from veloxquant_mlx.metal._backend import backend
 
@@ -108,7 +108,7 @@ class Row:
         values: a call; values_rate: a second.
         bits: a value.
         reference: the row compared with; speedup: its median over this one's.
-        command: makes this row alone (and its reference).
+        command: makes this row alone (and its reference), after the variables of the environment that its time depends on.
     """
 
     family: str
@@ -307,7 +307,8 @@ def run(
     copy = copy_bandwidth(seconds)
     rows: list[Row] = []
     for case, words in chosen:
-        rows.append(measure(case, shlex.join([*words, "--only", case.name]), seconds, copy))
+        command = " ".join([*environment(), shlex.join([*words, "--only", case.name])])
+        rows.append(measure(case, command, seconds, copy))
         mx.clear_cache()
         if progress is not None:
             progress(len(rows), len(chosen))
