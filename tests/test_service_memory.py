@@ -1,7 +1,7 @@
 """What single requests cost a service: the peak of its process (VmHWM) and its processor time stay in proportion to what was sent.
 
 A stored or read object costs less than twice its bytes, however it is asked for; so do bodies of JSON made to be large in memory. Sound
-lists of numbers and names are the costliest: about 14 times their bytes, of which 16 MiB are taken at most.
+lists of numbers and names are the costliest: less than 16 times their bytes, of which 16 MiB are taken at most.
 """
 
 import http.client

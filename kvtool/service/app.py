@@ -178,7 +178,7 @@ class Watched:
             size += len(message.get("body", b""))
             if size > self._state.limits.json_bytes:
                 return None
-        # Few bytes make a list in Python's memory that is twenty times as large; no body that is meant has more than a few.
+        # Empty lists and objects take over twenty times their bytes in Python's memory; no body that is meant has more than a few.
         if sum(part.get("body", b"").count(mark) for part in parts for mark in (b"[", b"{")) > MOST_NESTED:
             raise errors.Refused(413, f"more than {MOST_NESTED} lists and objects in a body")
         left = iter(parts)
