@@ -235,17 +235,17 @@ def write_archive(
     progress: Progress | None = None,
 ) -> SaveReport:
     """Write encoded layers as a container; the error of this step joins the quality record once the data is out."""
-    ids = None if tokens is None else tuple(tokens)
+    ids, by = None if tokens is None else Tokens.of(tuple(tokens)), producer()
     if binding is not None:
         tables = {"calibration": binding.calibration or CARRIED} if binding.calibrated else {}
         details = {**(details or {}), **tables, "fallbacks": len(binding.fallbacks)}
 
     def manifest() -> Manifest:
         return Manifest(
-            producer=producer(),
+            producer=by,
             requires=() if model.adapter is None else ("adapter",),
             model=model,
-            tokens=None if ids is None else Tokens.of(ids),
+            tokens=ids,
             length=length,
             codecs=tuple(encoder.codecs),
             ropes=tuple(encoder.ropes),
