@@ -136,6 +136,7 @@ class Recorder:
         self, form: int, codes: np.ndarray, size: int, place: np.ndarray, bits: np.ndarray, table: np.ndarray, *more: Any
     ) -> None:
         values, order, exact = more
+        halves, values = (values, None) if values.dtype == np.float16 else (None, values)
         alike = (bits == bits[0, 0]).all() and bits[0, 0] and (place[:, 0] % 8 == 0).all()
         whole = alike and (place == place[:, :1] + bits[0, 0] * np.arange(place.shape[1])).all()
         first = np.zeros(len(place), int) if exact is not None else place.min(axis=1, initial=1 << 20) // 8
@@ -143,7 +144,7 @@ class Recorder:
         spans = np.stack([first, -(-last // 8) - first], axis=1).astype(np.int32)
         shared = codes.shape[0] == 1 and self.shape[0] != 1
         self.words = numbers(form, shared, codes.shape[2], size, place.shape[1], bool(whole)) + array(codes)
-        self.words += b"".join(map(array, (place, bits.astype(np.uint8), table, values, spans, order, exact)))
+        self.words += b"".join(map(array, (place, bits.astype(np.uint8), table, values, halves, spans, order, exact)))
         if form == 2:  # how many of each head stand before the means in the basis
             counts = np.arange(len(place) + 1, dtype=np.int32) * place.shape[1]
             self.component = components(np.zeros((0, 0, 0), np.uint8), counts, np.zeros(0, np.uint16), np.zeros(0, np.float32))
@@ -161,7 +162,7 @@ class Recorder:
         none = components(np.zeros((0, 0, 0), np.uint8), np.zeros(0, np.int32), np.zeros(0, np.uint16), np.zeros(0, np.float32))
         coded = (self.component or none) + (self.size or none) + array(self.rows) + array(self.mixed)
         turned = numbers(odd) + b"".join(map(array, (*self.turn, self.smoothed, self.turns)))
-        words = self.words or numbers(0, 0, 0, 0, 0, 0) + 8 * array(None)
+        words = self.words or numbers(0, 0, 0, 0, 0, 0) + 9 * array(None)
         return start + b"".join(map(array, self.sides)) + grid + turned + coded + words
 
 

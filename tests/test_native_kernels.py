@@ -173,3 +173,24 @@ def test_an_index_beyond_a_table_is_its_last() -> None:
     table = mx.arange(6, dtype=mx.float32).reshape(3, 2)
     for dtype in (mx.uint8, mx.uint16, mx.uint32):
         assert kernels.gather(mx.array([0, 2, 200], dtype), table).tolist() == [0, 1, 4, 5, 4, 5]
+
+
+def test_half_words_of_runs_are_their_float32(setting: None) -> None:
+    """Every float16, subnormal, infinite or NaN too, in runs of 4, 8 and 3 entries; planes and parts refuse them."""
+    rng = np.random.default_rng(4)
+    for run in (4, 8, 3):
+        words, count = rng.permutation(1 << 16).astype(np.uint16).view(np.float16), 48 // run
+        table = np.arange(2 * count, dtype=np.int64).reshape(2, count) * (256 * run) % (len(words) - 256 * run)
+        held, place = rng.integers(0, 256, (2, 99, count), np.uint8), np.broadcast_to(8 * np.arange(count), (2, count))
+        found = []
+        for values in (words, words.astype(np.float32)):
+            stored = native.stored((2, 99, 48))
+            stored.codewords(0, held, run, place.astype(np.int32), np.full((2, count), 8, np.int32), table, values, None, None)
+            found.append(native.decoded(stored, 0, 99))
+        assert np.array_equal(*found, equal_nan=True)
+        again = table[:, None, :, None] + held.astype(np.int64)[..., None] * run + np.arange(run)
+        assert np.array_equal(found[0], words.astype(np.float32)[again].reshape(2, 99, 48), equal_nan=True)
+    planes = native.stored((1, 4, 8))
+    some = np.zeros((1, 4), np.int32)
+    with pytest.raises(ValueError, match="values must be float32 of planes and parts, but got float16"):
+        planes.codewords(1, np.zeros((1, 4, 4), np.uint8), 2, some, some, some.astype(np.int64), np.zeros(32, np.float16), None, None)

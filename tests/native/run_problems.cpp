@@ -89,6 +89,7 @@ Codewords words_of(Input& in, const Rows& rows) {
   int64_t size = 0;
   c.codes = in.array<uint8_t>(&size), c.end = c.codes + size;
   c.place = in.array<int32_t>(), c.bits = in.array<uint8_t>(), c.table = in.array<int64_t>(), c.values = in.array<float>();
+  c.halves = in.array<uint16_t>();
   c.span = in.array<int32_t>(), c.order = in.array<int32_t>(), c.exact = in.array<float>();
   return c;
 }

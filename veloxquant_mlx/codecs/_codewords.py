@@ -43,7 +43,7 @@ def codewords(
         place, bits: of each code, up to (H, n): the bit of a row at which it begins, and how many it has, 0 to 8.
         table: up to (H, n): where the 2^bits codewords of each begin in `values`, each of `size` numbers; of a plane real parts, then
             imaginary ones, each repeated to at least 16.
-        values: float32.
+        values: float32, or float16 of `runs`.
         order: (D,), the entry of a row that each of those entries is; None for as they are.
         exact: (H, D) float32, the row in place of those whose bit 0 is set.
     """
@@ -54,7 +54,7 @@ def codewords(
     def every(x: Any, dtype: type) -> np.ndarray:
         return np.ascontiguousarray(np.broadcast_to(np.asarray(x, dtype), (heads, count)))
 
-    how = (every(place, np.int32), every(bits, np.int32), every(table, np.int64), np.ascontiguousarray(values.reshape(-1), np.float32))
+    how = (every(place, np.int32), every(bits, np.int32), every(table, np.int64), np.ascontiguousarray(values.reshape(-1)))
     plain = order is None or np.array_equal(order, np.arange(dim))
     rows.codewords(FORMS.index(form), native.packed(codes), size, *how, None if plain else np.asarray(order, np.int32), exact)
     return rows

@@ -43,6 +43,7 @@ import mlx.core as mx
 import numpy as np
 
 from formats.errors import ManifestError
+from veloxquant_mlx import native
 from veloxquant_mlx.allocators.vecinfer import trained, worth_learning
 from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, Codec, Frame, Layout, Parts, RoleName, Shape, token_blocks, within
 from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
@@ -187,7 +188,8 @@ class CommVqProduct(Codec):
         heads, _, dim = shape
         runs = dim // self.sub
         table = np.arange(heads * runs).reshape(heads, runs) * WORDS * self.sub
-        return codewords(shape, "runs", parts["codes"], self.sub, 8 * np.arange(runs), 8, table, float32(parts["words"]), self.order(dim))
+        words = native.packed(parts["words"])  # half as large as in float32, and what a file maps is read where it is
+        return codewords(shape, "runs", parts["codes"], self.sub, 8 * np.arange(runs), 8, table, words, self.order(dim))
 
     def rotated_keys(self, parts: dict[str, mx.array], shape: Shape, positions: np.ndarray, rope: RopeSpec | None) -> mx.array:
         """The keys as a half-split model caches them, a head's parts going to `comm_vq_decode_metal` as they are.

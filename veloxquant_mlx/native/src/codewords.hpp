@@ -40,35 +40,50 @@ inline int code_at(const uint8_t* codes, int place, int bits) {
 }
 
 // Runs of SIZE entries whose codes are neighbours of as many bits each: eight at a time are whole bytes.
-template <int SIZE>
-void runs_of(const Codewords& words, const uint8_t* codes, const int64_t* table, int bits, float* out) {
+template <int SIZE, class T>
+void runs_of(const Codewords& words, const T* values, const uint8_t* codes, const int64_t* table, int bits, T* out) {
   const uint64_t mask = (1u << bits) - 1;
   for (int i = 0; i < words.count; codes += bits) {
     uint64_t eight;
     memcpy(&eight, codes, 8);
     for (const int stop = i + 8 < words.count ? i + 8 : words.count; i < stop; i++, eight >>= bits)
-      memcpy(out + SIZE * i, words.values + table[i] + SIZE * (eight & mask), SIZE * sizeof(float));
+      memcpy(out + SIZE * i, values + table[i] + SIZE * (eight & mask), SIZE * sizeof(T));
   }
 }
 
-// The entries of a row in the order of its codes.
-void decode_row(const Codewords& words, int head, const uint8_t* codes, float* out) {
+// The entries of a row of runs (or of parts, runs of one) in the order of its codes.
+template <class T>
+void decode_runs(const Codewords& words, const T* values, int head, const uint8_t* codes, T* out) {
   const int64_t own = int64_t(head) * words.count;
   const int32_t* place = words.place + own;
   const uint8_t* bits = words.bits + own;
   const int64_t* table = words.table + own;
   if (words.alike && words.form == Form::RUNS) {
     codes += place[0] / 8;
-    if (words.size == 4) return runs_of<4>(words, codes, table, bits[0], out);
-    if (words.size == 8) return runs_of<8>(words, codes, table, bits[0], out);
+    if (words.size == 4) return runs_of<4>(words, values, codes, table, bits[0], out);
+    if (words.size == 8) return runs_of<8>(words, values, codes, table, bits[0], out);
   }
+  for (int i = 0; i < words.count; i++)
+    memcpy(out + words.size * i, values + table[i] + int64_t(words.size) * code_at(codes, place[i], bits[i]), words.size * sizeof(T));
+}
+
+// The entries of a row in the order of its codes.
+void decode_row(const Codewords& words, int head, const uint8_t* codes, float* out) {
+  const int entries = words.size * words.count;
+  if (words.halves) {
+    alignas(64) uint16_t row[MAX_DIM];
+    decode_runs(words, words.halves, head, codes, row);
+    int i = 0;
+    for (; i + W <= entries; i += W) store(out + i, load_half(row + i));
+    for (; i < entries; i++) out[i] = half(row[i]);
+    return;
+  }
+  if (words.form != Form::PLANES) return decode_runs(words, words.values, head, codes, out);
+  const int64_t own = int64_t(head) * words.count;
   for (int i = 0; i < words.count; i++) {
-    const float* values = words.values + table[i];
-    const int code = code_at(codes, place[i], bits[i]);
-    if (words.form == Form::PLANES)
-      out[i] = values[code], out[words.count + i] = values[plane_values(bits[i]) + code];
-    else
-      memcpy(out + words.size * i, values + int64_t(words.size) * code, words.size * sizeof(float));
+    const float* values = words.values + words.table[own + i];
+    const int bits = words.bits[own + i], code = code_at(codes, words.place[own + i], bits);
+    out[i] = values[code], out[words.count + i] = values[plane_values(bits) + code];
   }
 }
 

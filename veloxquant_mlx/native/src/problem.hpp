@@ -50,6 +50,7 @@ struct Codewords {
   const uint8_t* bits;    // (H, count), 0 to 8
   const int64_t* table;   // (H, count): where the codewords of each begin in `values`; of a plane real parts, then imaginary ones, each repeated to 16
   const float* values;
+  const uint16_t* halves;  // in place of `values`, of runs: float16; or nullptr
   const int32_t* span;    // (H, 2): the first byte of a row that holds codes of a head, and how many do
   bool alike;             // codes of a row are neighbours from a byte on, all of as many bits
   const int32_t* order;   // (D): which entry of a row each entry is; or nullptr

@@ -137,7 +137,13 @@ inline V hadamard(V v) {
 #else
 
 inline V load_bfloat(const uint16_t* at) { return V{bfloat(at[0]), bfloat(at[1]), bfloat(at[2]), bfloat(at[3])}; }
-inline V load_half(const uint16_t* at) { return V{half(at[0]), half(at[1]), half(at[2]), half(at[3])}; }
+// As `half`, all at once.
+inline V load_half(const uint16_t* at) {
+  const VI x{at[0], at[1], at[2], at[3]}, high = x & 0x7c00;
+  const V value = (V)((x & 0x7fff) << 13) * 5.192296858534828e33f;
+  const VI bits = high == 0x7c00 ? 0x7f800000 | (x & 0x3ff) << 13 : (VI)value;
+  return (V)(bits | (x & 0x8000) << 16);
+}
 
 inline V sums(const V* x) {
   V out;

@@ -106,7 +106,7 @@ class Stored {
   // Codes of codewords: bits and the bit of a row where each code lies, (H, n); where its codewords begin in `values`, each of `size` entries
   // one after another; and what makes entries of them. A stride of 0 between heads: a row's codes are those of all heads.
   void codewords(
-      int form, const Bytes& codes, int size, const I32<2>& place, const I32<2>& bits, const I64<2>& table, const F32<1>& values,
+      int form, const Bytes& codes, int size, const I32<2>& place, const I32<2>& bits, const I64<2>& table, const Values1& values,
       const std::optional<Bounds>& order, const std::optional<F32<2>>& exact) {
     const int heads = rows.heads, count = int(place.shape(1)), entries = form == int(Form::PARTS) ? 1 : size;
     if (form < 0 || form > int(Form::PARTS)) refuse("form", "0 to 2", std::to_string(form));
@@ -115,6 +115,9 @@ class Stored {
     if (int64_t(count) * size != rows.dim) refuse("codewords", "of D = " + std::to_string(rows.dim) + " entries", std::to_string(count * size));
     for (const auto* part : {&place, &bits}) check("place and bits", *part, {heads, count});
     check("table", table, {heads, count});
+    const Reals given = reals("values", values, false);
+    const bool halves = given.type == Type::FLOAT16;
+    if (halves && form != int(Form::RUNS)) refuse("values", "float32 of planes and parts", "float16");
     const bool shared = int(codes.shape(0)) == 1 && heads != 1;
     const int64_t bytes = int64_t(codes.shape(2));
     check("codes", codes, {shared ? 1 : heads, rows.count, bytes});
@@ -158,7 +161,8 @@ class Stored {
     const int64_t last = (codes.shape(0) - 1) * codes.stride(0) + (rows.count - 1) * codes.stride(1) + bytes;
     rows.words = {
         Form(form), codes.data(), codes.data() + (codes.size() ? last : 0), shared ? 0 : codes.stride(0), codes.stride(1), size, count,
-        own.place.data(), own.bits.data(), tables64_.data(), values.data(), span_.data(), neighbours, order ? order_.data() : nullptr,
+        own.place.data(), own.bits.data(), tables64_.data(), halves ? nullptr : reinterpret_cast<const float*>(given.x),
+        halves ? reinterpret_cast<const uint16_t*>(given.x) : nullptr, span_.data(), neighbours, order ? order_.data() : nullptr,
         exact ? exact->data() : nullptr};
     rows.components.first = own.first.data(), rows.type = Type::CODEWORDS;
   }
@@ -263,7 +267,7 @@ class Stored {
   Wide<3> mix_;
   std::vector<int32_t> span_, order_;
   std::vector<int64_t> tables64_;
-  F32<1> values_;
+  Values1 values_;
   F32<2> exact_, smooth_;
   F32<3> turns_;
   int mixed_ = 0;
