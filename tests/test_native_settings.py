@@ -40,7 +40,10 @@ def test_doctor_says_what_is_in_use() -> None:
     done = doctor("--json", KVTOOL_SIMD="baseline", KVTOOL_THREADS="3")
     found = json.loads(done.stdout)["native"]
     assert found["built"] and found["level"] == "baseline" and found["threads"] == 3 and found["levels"] == native.levels()
-    assert not json.loads(doctor("--json", KVTOOL_SIMD="none").stdout)["native"]["in_use"]
+    off = json.loads(doctor("--json", KVTOOL_SIMD="none").stdout)
+    assert not off["native"]["in_use"] and [text for text in off["advice"] if text.startswith("KVTOOL_SIMD=none switches")]
+    assert not [text for text in json.loads(done.stdout)["advice"] if "KVTOOL_SIMD" in text]
+    assert "built, switched off by KVTOOL_SIMD=none (" in doctor(KVTOOL_SIMD="none").stdout
 
 
 @pytest.mark.parametrize(

@@ -378,8 +378,8 @@ def test_a_store_without_local_files_works_alike(tmp_path: Path, monkeypatch: py
     assert store.objects.unfinished() == 0
 
 
-def test_cases_38_and_42_a_restart_finds_everything(tmp_path: Path) -> None:
-    """Cases 38 and 42: an index that lived in memory alone missed everything after a restart. Here there is no index."""
+def test_cases_38_and_42(tmp_path: Path) -> None:
+    """A restart finds everything: an index that lived in memory alone missed everything after it. Here there is no index."""
     model, tokens = tiny("qwen3"), ids(3 * CHUNK + 4)
     with store_at(tmp_path) as store:
         put(store, model, tokens)

@@ -5,7 +5,7 @@
     value           = 0.5 mean + noise + a tenth of the key's noise, channel by channel
     query           = 2 noise over the channel's size, so that scores have a spread of about 2
 
-Calibrated `tc` has tables learnt from CALIBRATED other rows of the same law, with uneven metrics.
+`tc` and `commvq-N:additive` have tables learnt from CALIBRATED other rows of the same law, with uneven metrics.
 """
 
 import math
@@ -17,11 +17,13 @@ import mlx.core as mx
 import numpy as np
 
 from kvtool.bench import oracle
+from veloxquant_mlx.allocators.additive import STAGE_BITS, AdditiveTables, build_additive
 from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc, widths_for
 from veloxquant_mlx.caches.blocks import Block, CodedRows
 from veloxquant_mlx.caches.coded import Growth
 from veloxquant_mlx.codecs import CodecPlan, parse_codec
 from veloxquant_mlx.codecs._base import Frame
+from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.transfer.rope import RopeSpec
 
@@ -133,13 +135,25 @@ def rows(size: Size, dtype: mx.Dtype, seed: int) -> Rows:
     return made
 
 
-@lru_cache(maxsize=2)
-def tables(heads: int, dim: int, seed: int) -> TcTables:
-    """What `tc` knows of the layer."""
+def calibration(heads: int, dim: int, seed: int) -> LayerRows:
+    """Other rows of the layer, and what their errors cost."""
     draw = np.random.default_rng([seed, 3])
     k, v = (x.astype(np.float64).swapaxes(0, 1) for x in Law.of(heads, dim, seed).drawn(draw, max(CALIBRATED, 2 * heads * dim)))
     k_metric, v_metric = (np.diag(np.exp(draw.standard_normal(heads * dim))) for _ in "kv")
-    return build_tc(LayerRows(k, v, k_metric, v_metric))
+    return LayerRows(k, v, k_metric, v_metric)
+
+
+@lru_cache(maxsize=2)
+def tables(heads: int, dim: int, seed: int) -> TcTables:
+    """What `tc` knows of the layer."""
+    return build_tc(calibration(heads, dim, seed))
+
+
+@lru_cache(maxsize=2)
+def words(heads: int, dim: int, seed: int, bits: float) -> AdditiveTables:
+    """What `commvq-N:additive` knows of the layer."""
+    own = calibration(heads, dim, seed)
+    return build_additive(own.k, own.fisher_k, bits)
 
 
 def plan_of(spec: str, size: Size, seed: int) -> CodecPlan:
@@ -154,17 +168,18 @@ def plan_of(spec: str, size: Size, seed: int) -> CodecPlan:
             raise ValueError(
                 f"[bench] {codec.spec()} is decoded when it is loaded, so attention never reads it: give another codec, such as tc-2.05."
             )
-        if codec.id == "additive":
-            raise ValueError(f"[bench] {codec.spec()} takes tables of a model, which synthetic rows do not have: give another codec.")
-        if not codec.takes(size.dim):
+        small = isinstance(codec, CommVqAdditive) and codec.bits * size.dim < STAGE_BITS
+        if small or not codec.takes(size.dim):
             raise ValueError(f"[bench] {codec.spec()} does not take D = {size.dim}: give another --shape or codec.")
     tcs = [isinstance(codec, Tc) for codec in (plan.k, plan.v)]
     if any(tcs) and not (all(tcs) and plan.k.spec() == plan.v.spec()):  # bits are shared over keys and values
         raise ValueError(f"[bench] {spec} has tc for one role alone: give tc-N for both.")
     if all(tcs):
-        k, v = (_bound(codec, role, size, seed) for codec, role in ((plan.k, "k"), (plan.v, "v")))
-        return CodecPlan(k, v, 0, 0, plan.frame)
-    return CodecPlan(plan.k.for_rotary(0, size.dim, size.dim), plan.v, 0, 0, plan.frame)
+        return CodecPlan(_bound(plan.k, "k", size, seed), _bound(plan.v, "v", size, seed), 0, 0, plan.frame)
+    k = plan.k.for_rotary(0, size.dim, size.dim)
+    if isinstance(k, CommVqAdditive):
+        k = k.bind(words(size.kv_heads, size.dim, seed, k.bits), LAYER, "0" * 64)
+    return CodecPlan(k, plan.v, 0, 0, plan.frame)
 
 
 def _bound(codec: Any, role: Any, size: Size, seed: int) -> Tc:

@@ -1,6 +1,7 @@
 """`kvtool doctor`: what this machine has for kvtool, and what would make it faster."""
 
 import importlib.util
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,8 @@ NOT_BUILT = (
     "the native back end was not built: install a C++17 compiler (Debian: apt-get install g++; macOS: xcode-select --install), then kvtool "
     "again with pip install --force-reinstall --no-deps -v, which shows why a build fails; attention on the CPU is then faster"
 )
+
+SWITCHED_OFF = "KVTOOL_SIMD=none switches the native back end off: without that variable attention and coding on the CPU are faster"
 
 
 @click.command("doctor")
@@ -91,6 +94,8 @@ def examine() -> dict[str, Any]:
     # It attends on a CPU alone: a GPU's user misses nothing without it.
     if not native.built() and mx.default_device() == mx.cpu:
         report["advice"].append(NOT_BUILT)
+    if os.environ.get("KVTOOL_SIMD") == "none" and sound and mx.default_device() == mx.cpu:
+        report["advice"].append(SWITCHED_OFF)
     if mx.metal.is_available():
         report["backend"] = "Metal"
     elif mx.cuda.is_available():
@@ -119,7 +124,9 @@ def _native_line(native: dict[str, Any] | None) -> str:
         f"{native['level']} of {', '.join(native['levels'])}; threads {native['threads']}; codes and reads {', '.join(native['codecs'])}; "
     )
     found += f"kernel functions {', '.join(native['functions'])}; but for operands that are not finite {', '.join(native['attends'])}"
-    return found if native["in_use"] else f"built, not in use ({found})"
+    if native["in_use"]:
+        return found
+    return f"built, {'switched off by KVTOOL_SIMD=none' if os.environ.get('KVTOOL_SIMD') == 'none' else 'not in use'} ({found})"
 
 
 def _version(name: str) -> str | None:

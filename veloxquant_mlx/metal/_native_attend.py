@@ -147,6 +147,7 @@ def _vectors(one: Any, codes: np.ndarray, bits: int, values: np.ndarray, size: i
 
 
 def _finite(x: mx.array) -> bool:
+    native.evaluate(x)
     return bool(mx.all(mx.isfinite(x)).item())
 
 

@@ -152,11 +152,28 @@ def _prefixes(name: str) -> list[str]:
     return ["/".join(parts[: i + 1]) for i in range(len(parts))]
 
 
+def evaluate(x: mx.array) -> None:
+    """`mx.eval` of what the extension is to read.
+
+    Raises:
+        ValueError: there is nothing to read, within `mx.compile`.
+    """
+    try:
+        mx.eval(x)
+    except ValueError as error:
+        if "function transformations" not in str(error):
+            raise
+        raise ValueError(
+            "[native] arrays must be computed when a function on the CPU is called, but got one within mx.compile: call the function "
+            "outside of it, or under `with veloxquant_mlx.native.without():`, where most are MLX's operations alone."
+        ) from error
+
+
 def shared(x: mx.array | Mapped) -> np.ndarray:
     """The memory of an array, evaluated; bfloat16 as uint16. Nothing is copied."""
     if isinstance(x, Mapped):
         return x.view
-    mx.eval(x)
+    evaluate(x)
     x = x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
     return np.array(x, copy=False)
 
