@@ -520,25 +520,65 @@ def test_codes_may_lose_what_their_codec_does() -> None:
 def test_targets_measure_their_rows_and_judge_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every limit has its row; a limit out of reach is missed and makes the exit code."""
     small = {"shape": SHAPE, "model_name": "1x2x16", "megabytes": 0.1}
-    monkeypatch.setattr(targets, "options", lambda backend: small)
-    easy = tuple(replace(target, least=0.0) for target in targets.CPU)
-    monkeypatch.setattr(targets, "CPU", easy)
+    easy = tuple(replace(target, least=0.0) for target in targets.CPU[0].targets)
+    monkeypatch.setattr(targets, "CPU", (targets.Setting(small, easy),))
     data = report("--targets")
     assert [one["reached"] for one in data["targets"]] == [True] * len(easy)
     rows = by_name(data)
     assert data["targets"][0]["measured"] == pytest.approx(rows["rabitq: codes"]["to_copy"])
-    monkeypatch.setattr(targets, "CPU", (replace(easy[0], least=1e9),))
+    monkeypatch.setattr(targets, "CPU", (targets.Setting(small, (replace(easy[0], least=1e9),)),))
     missed = report("--targets", code=1)["targets"]
     assert [one["reached"] for one in missed] == [False] and missed[0]["least"] == 1e9
 
 
+def test_targets_of_a_gpu_have_their_rows_at_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All settings of a GPU on this machine, at small sizes in float16, as models run there; what was missed in one is said at its size."""
+    sizes = (SHAPE, "4,4,2,32,64", "1,4,2,32,80")
+    assert [one.options["shape"] for one in targets.GPU] == ["1,32,8,128,131072", "8,32,8,128,32768", "1,32,8,128,32768"]
+    small = tuple(
+        targets.Setting({**one.options, "shape": shape} | ({"queries": 5} if "queries" in one.options else {}), one.targets)
+        for one, shape in zip(targets.GPU, sizes, strict=True)
+    )
+    easy = [replace(one, targets=tuple(replace(target, least=0.0) for target in one.targets)) for one in small]
+    easy[1] = replace(easy[1], targets=(*easy[1].targets[:-1], replace(easy[1].targets[-1], least=1e9)))
+    monkeypatch.setattr(targets, "CPU", tuple(easy))
+    monkeypatch.setattr("kvtool.model.default_dtype", lambda: None)
+    data = report("--targets", code=1)
+    assert data["failed"] == 0 and len(data["targets"]) == sum(len(one.targets) for one in easy)
+    assert [one["shape"] for one in data["targets"] if not one["reached"]] == [sizes[1]]
+    assert {(one["shape"], one["queries"]) for one in data["targets"]} == {(sizes[0], 1), (sizes[1], 1), (sizes[2], 5)}
+    assert all(one["measured"] > 0 for one in data["targets"])
+    for shape, one in zip(sizes, easy, strict=True):
+        here = [row for row in data["rows"] if f"--shape {shape} " in row["command"]]
+        assert {target.row for target in one.targets} <= {row["name"] for row in here}
+
+
+@pytest.mark.parametrize("name", ["rabitq_encode", "rvq_quant_pack"])
+def test_a_fault_of_an_encoder_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One flipped bit of a code."""
+    sound = getattr(metal, name)
+
+    def flipped(*args: Any) -> tuple[mx.array, mx.array]:
+        codes, other = sound(*args)
+        return mx.where(mx.arange(codes.size).reshape(codes.shape) == 7, codes ^ 1, codes), other
+
+    monkeypatch.setattr(metal, name, flipped, raising=False)
+    found = by_name(report("encode", "--shape", SHAPE, "--codec", "raw", code=1))
+    wrong = [row for row, one in found.items() if one["problem"]]
+    assert len(wrong) == 1 and wrong[0].startswith(name)
+
+
 def test_targets_of_rows_that_were_not_timed_are_missed() -> None:
     row = Row("encode", "rvq-4", "cpu", "here", "")
-    target = next(one for one in targets.CPU if (one.family, one.row) == ("encode", "rvq-4"))
-    (judged,) = targets.judge([target], [row], 10.0)
-    assert judged["measured"] is None and not judged["reached"]
-    (judged,) = targets.judge([target], [replace(row, values_rate=6e8)], 10.0)
-    assert judged["reached"]
-    output = next(one for one in targets.CPU if one.what.startswith("output") and one.family == "decode")
-    (judged,) = targets.judge([output], [replace(row, family="decode", values_rate=1e9)], 12.0)
-    assert judged["measured"] == pytest.approx(8 / 12) and judged["reached"]
+    (whole,) = targets.CPU
+
+    def judged(target: targets.Target, own: Row, copy: float) -> dict[str, Any]:
+        return targets.judge(replace(whole, targets=(target,)), [own], copy)[0]
+
+    target = next(one for one in whole.targets if (one.family, one.row) == ("encode", "rvq-4"))
+    found = judged(target, row, 10.0)
+    assert found["measured"] is None and not found["reached"]
+    assert judged(target, replace(row, values_rate=6e8), 10.0)["reached"]
+    output = next(one for one in whole.targets if one.what.startswith("output") and one.family == "decode")
+    found = judged(output, replace(row, family="decode", values_rate=1e9), 12.0)
+    assert found["measured"] == pytest.approx(8 / 12) and found["reached"]

@@ -25,6 +25,7 @@ from veloxquant_mlx.caches.coded import Growth
 from veloxquant_mlx.codecs import Codec
 from veloxquant_mlx.codecs._base import DTYPES, Shape
 from veloxquant_mlx.codecs._rotated import RotatedCodec
+from veloxquant_mlx.codecs._rotation import signs
 from veloxquant_mlx.codecs.affine import Affine
 from veloxquant_mlx.codecs.qjl import Qjl
 from veloxquant_mlx.codecs.raw import Raw
@@ -40,6 +41,10 @@ def encoding(size: Size, codecs: tuple[str, ...], dtype: mx.Dtype, seed: int) ->
     """Rows of `encode`."""
     for bits in PACKED_BITS:
         yield Case("encode", f"pack {bits} bits", partial(_packing, bits, size, seed))
+    fits = size.dim & (size.dim - 1) == 0 and 8 <= size.dim <= 1024
+    needs = None if fits else f"D must be a power of two from 8 to 1024, and is {size.dim}"
+    yield Case("encode", "rabitq_encode", partial(_sign_encoding, size, dtype, seed), needs=needs)
+    yield Case("encode", "rvq_quant_pack, 4 bits", partial(_two_stage_packing, size, dtype, seed), needs=needs)
     for spec in codecs:
         plan_of(spec, size, seed)
         yield Case("encode", spec, partial(_encoding, spec, size, dtype, seed), spec=spec)
@@ -98,6 +103,49 @@ def _unpacking(bits: int, size: Size, seed: int) -> Prepared:
     return Prepared(
         lambda: metal.turboquant_bit_unpack(packed, codes.size, bits), check, codes.size + packed.nbytes, codes.size, float(bits)
     )
+
+
+def _key_rows(size: Size, dtype: mx.Dtype, seed: int) -> mx.array:
+    """(B H S, D)."""
+    keys = rows(size, dtype, seed).k.reshape(-1, size.dim)
+    mx.eval(keys)
+    return keys
+
+
+def _sign_encoding(size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
+    keys, diag = _key_rows(size, dtype, seed), mx.array(signs(size.dim, seed)).astype(mx.float32)
+    turn = oracle.rotation(size.dim, seed).T
+
+    def check(out: tuple[mx.array, mx.array]) -> Checked:
+        """How far a coordinate with another sign is from 0, and a magnitude from its own, beside the row's own magnitude."""
+        worst = 0.0
+        for at in range(0, keys.shape[0], size.tokens):
+            y = oracle.to_numpy(keys[at : at + size.tokens]) @ turn
+            bits, size_of = oracle.unpacked(out[0][at : at + size.tokens], 1, size.dim), np.abs(y).mean(axis=1)
+            off = np.where((bits == 1) != (y >= 0), np.abs(y), 0.0).max(axis=1)
+            worst = max(worst, float((np.maximum(off, np.abs(oracle.to_numpy(out[1][at : at + size.tokens]) - size_of)) / size_of).max()))
+        return Checked("float64 rotation", worst, 64 * oracle.EPS[mx.float32])
+
+    stored = keys.shape[0] * (size.dim // 8 + 4)
+    return Prepared(lambda: metal.rabitq_encode(keys, diag), check, keys.nbytes + stored, keys.size, 8 * stored / keys.size)
+
+
+def _two_stage_packing(size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
+    keys, table = _key_rows(size, dtype, seed), np.linspace(-2, 2, 16, dtype=np.float32)
+    edges = (table[1:] + table[:-1]) / 2
+    given = [mx.array(x) for x in (table, edges, edges / 4)]
+
+    def check(out: tuple[mx.array, mx.array]) -> Checked:
+        wrong = 0
+        for at in range(0, keys.shape[0], size.tokens):
+            x = np.array(keys[at : at + size.tokens].astype(mx.float32))
+            first = np.searchsorted(edges, x)
+            want = (first, np.searchsorted(edges / 4, x - table[first]))
+            got = (oracle.unpacked(stage[at : at + size.tokens].view(mx.uint8), 4, size.dim) for stage in out)
+            wrong += sum(int((a != b).sum()) for a, b in zip(got, want, strict=True))
+        return Checked("codes of both stages in NumPy", float(wrong), 0.0)
+
+    return Prepared(lambda: metal.rvq_quant_pack(keys, *given, 4), check, keys.nbytes + keys.size, keys.size, 8.0)
 
 
 # --- codecs

@@ -1,9 +1,11 @@
 """What a back end is held to, as limits on rows of `kvtool bench`: `--targets` measures just these rows and says which are reached.
 
-A layer of a model of 8 billion parameters at 32768 tokens (131072 on a GPU), and for files 1 GB of float16 in such layers.
+A layer of a model of 8 billion parameters at 32768 tokens, and for files 1 GB of float16 in such layers. On a GPU at 131072 tokens, at
+32768 of 8 sequences, and 512 queries at the end of 32768 tokens; there shares of a copy and prefill are held to a little less than an H200
+was measured at (tests/results/h200-attend.md, h200-encode.md, h200-prefill.md).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,9 +34,19 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A target, what was measured, and whether that reaches it."""
+class Setting:
+    """Options of `kvtool bench` for one measurement, and what its rows are held to."""
 
+    options: Mapping[str, Any]
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A target, the options that it is measured with, what was measured, and whether that reaches it."""
+
+    shape: str
+    queries: int
     family: str
     row: str
     what: str
@@ -68,10 +80,10 @@ def _beside(row: str, other: str, least: float) -> Target:
 COPY, SDPA = "times as fast as copying float16 once", "times as fast as MLX's float16 attention"
 FRAMES = ("", ",frame=post")  # keys before RoPE, as the codecs keep them unless told otherwise, and as cached
 TIMES = {"rabitq": 1.5, "rvq-4": 1.0, "affine-4": 1.0}
-LOAD = "times as fast as mlx-lm's load"
+LOAD, SHARE = "times as fast as mlx-lm's load", "bytes a second / a copy's"
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a value
 
-CPU = (
+CPU_TARGETS = (
     *(_of("attend", f"{spec}{frame}: codes", COPY, "to_copy", least) for frame in FRAMES for spec, least in TIMES.items()),
     *(_of("attend", f"{spec}{frame}: codes", SDPA, "speedup", 100.0) for frame in FRAMES for spec in TIMES),
     _beside("tc-2.05: codes", "rvq-4: codes", 0.5),
@@ -82,32 +94,55 @@ CPU = (
     _of("files", "rvq-4: load, cold", LOAD, "speedup", 2.5),
     _of("files", "rvq-4: save", "times as fast as mlx-lm's save and fsync", "speedup", 1 / 1.2),
 )
+SIGNS, PREFILL = "k=rabitq:nocenter,v=rvq-4:nocenter", {"shape": "1,32,8,128,32768", "queries": 512}
+DECODERS = {  # times as fast as MLX
+    f"{SIGNS}: rabitq_fused_attend": 3.0,
+    "k=rvq-2+2:nocenter,v=rvq-4:nocenter: turboquant_fused_rvq_decode_attend": 2.0,
+    "affine-4: scalar_fused_decode_attend": 2.0,
+}
+
+
+def _decoders(share: float) -> Iterator[Target]:
+    for row, least in DECODERS.items():
+        yield _of("attend", row, SDPA, "speedup", least)
+        yield _of("attend", row, SHARE, "of_copy", share)
+
+
+CPU = (Setting({"shape": "1,32,8,128,32768", "model_name": MODEL, "megabytes": MEGABYTES}, CPU_TARGETS),)
 GPU = (
-    _of("attend", "k=rabitq:nocenter,v=rvq-4:nocenter: rabitq_fused_attend", SDPA, "speedup", 3.0),
-    _of("attend", "k=rvq-2+2:nocenter,v=rvq-4:nocenter: turboquant_fused_rvq_decode_attend", SDPA, "speedup", 2.0),
-    _of("attend", "affine-4: scalar_fused_decode_attend", SDPA, "speedup", 2.0),
+    Setting(
+        {"shape": "1,32,8,128,131072"},
+        (
+            *_decoders(0.6),
+            _of("encode", "rabitq_encode", SHARE, "of_copy", 0.5),
+            _of("encode", "rvq_quant_pack, 4 bits", SHARE, "of_copy", 0.4),
+        ),
+    ),
+    Setting({"shape": "8,32,8,128,32768"}, tuple(_decoders(0.75))),
+    Setting(
+        PREFILL,
+        (
+            _of("attend", "flash_prefill_attend float16", SDPA, "speedup", 0.6),
+            _of("attend", f"{SIGNS}: rabitq_prefill_attend", SDPA, "speedup", 0.4),
+        ),
+    ),
 )
 
 
-def targets(backend: str) -> tuple[Target, ...]:
+def settings(backend: str) -> tuple[Setting, ...]:
     """Of a back end: "cpu", "metal" or "cuda"."""
     return CPU if backend == "cpu" else GPU
 
 
-def options(backend: str) -> dict[str, Any]:
-    """Options of `kvtool bench` for these rows."""
-    shape = f"1,32,8,128,{32768 if backend == 'cpu' else 131072}"
-    return {"shape": shape, "model_name": MODEL, "megabytes": MEGABYTES}
-
-
-def judge(chosen: Sequence[Target], rows: Sequence[Row], copy: float) -> list[dict[str, Any]]:
+def judge(setting: Setting, rows: Sequence[Row], copy: float) -> list[dict[str, Any]]:
     """Each target beside what was measured, as plain values."""
     known = {(row.family, row.name): row for row in rows}
     judged = []
-    for target in chosen:
+    for target in setting.targets:
         measured = target.figure(known, copy)
         reached = measured is not None and measured >= target.least
-        judged.append(asdict(Judged(target.family, target.row, target.what, target.least, measured, reached)))
+        of = (setting.options["shape"], setting.options.get("queries", 1), target.family, target.row, target.what)
+        judged.append(asdict(Judged(*of, target.least, measured, reached)))
     return judged
 
 
@@ -117,5 +152,6 @@ def as_text(judged: Sequence[dict[str, Any]]) -> list[str]:
     for one in judged:
         measured = "not measured" if one["measured"] is None else f"{one['measured']:.3g}"
         verdict = "reached" if one["reached"] else "MISSED "
-        lines.append(f"{verdict}  {one['family']} {one['row']}: {one['what']} {measured}, at least {one['least']:.3g}")
+        at = one["shape"] + (f", {one['queries']} queries" if one["queries"] > 1 else "")
+        lines.append(f"{verdict}  {one['family']} {one['row']} ({at}): {one['what']} {measured}, at least {one['least']:.3g}")
     return lines

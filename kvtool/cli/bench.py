@@ -12,7 +12,7 @@ from kvtool.cli.eval import split_specs
 
 if TYPE_CHECKING:
     from kvtool.bench.measuring import Case, Report, Row
-    from kvtool.bench.targets import Target
+    from kvtool.bench.targets import Setting
 
 FAMILIES = ("attend", "encode", "decode", "recode", "files", "first-token")
 ON_ROWS = ("attend", "encode", "decode", "recode")
@@ -102,18 +102,20 @@ def command(
       kvtool bench files first-token --model tiny-a --mb 64 --repro
       kvtool bench --targets
     """
-    chosen: tuple[Target, ...] = ()
+    runs = [(families, options, only)]
+    settings: tuple[Setting, ...] = ()
     if held:
         from kvtool.bench import targets as held_to
         from veloxquant_mlx.metal._backend import backend
 
         _check_alone(ctx)
-        chosen = held_to.targets(backend())
-        families = tuple(dict.fromkeys(target.family for target in chosen))
-        options |= held_to.options(backend())
-        only = tuple(dict.fromkeys(target.row for target in chosen))
-    families = tuple(dict.fromkeys(families)) or FAMILIES
-    _check_options(ctx, families)
+        settings = held_to.settings(backend())
+        runs = [
+            (tuple(target.family for target in one.targets), options | dict(one.options), tuple(target.row for target in one.targets))
+            for one in settings
+        ]
+    runs = [(tuple(dict.fromkeys(own)) or FAMILIES, given, tuple(dict.fromkeys(names))) for own, given, names in runs]
+    _check_options(ctx, tuple(family for families, *_ in runs for family in families))
     if csv_file is not None:
         check_target(csv_file)
     if plot_file is not None:
@@ -121,12 +123,15 @@ def command(
 
         check_plot(plot_file)
     with tempfile.TemporaryDirectory(prefix="kvtool-bench-", dir=options["folder"]) as folder:
-        report = _measured(families, options, only, Path(folder), as_json)
-    data = report.to_json()
-    text = as_text(report, repro)
-    missed = 0
+        reports = [_measured(*run, Path(folder), as_json) for run in runs]
+    # Settings, copy and machine of the first; every row's command has its own.
+    data, rows = reports[0].to_json(), [row for report in reports for row in report.rows]
+    failed = sum(report.failed for report in reports)
+    data |= {"rows": [row for report in reports for row in report.to_json()["rows"]], "failed": failed}
+    text, missed = "\n\n".join(as_text(report, repro) for report in reports), 0
     if held:
-        data["targets"] = held_to.judge(chosen, report.rows, report.copy)
+        pairs = zip(settings, reports, strict=True)
+        data["targets"] = [one for setting, report in pairs for one in held_to.judge(setting, report.rows, report.copy)]
         missed = sum(not target["reached"] for target in data["targets"])
         text = "\n".join([text, *held_to.as_text(data["targets"])])
     if csv_file is not None:
@@ -136,9 +141,10 @@ def command(
     if plot_file is not None:
         from kvtool.bench.plot import write_plot
 
-        write_plot(plot_file, report.rows, f"{report.machine['device']}, {report.machine['backend']}, {report.machine['date'][:10]}")
+        about = reports[0].machine
+        write_plot(plot_file, rows, f"{about['device']}, {about['backend']}, {about['date'][:10]}")
     emit(as_json, data, text)
-    ctx.exit(1 if report.failed or missed else 0)
+    ctx.exit(1 if failed or missed else 0)
 
 
 def _check_alone(ctx: click.Context) -> None:
