@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.coded_cases import BY_TOKEN, VALUES, plain, rows_of
 from veloxquant_mlx.metal._component_attend import component_attend
-from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues, Quantisers, in_bytes
+from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues, Quantisers
 
 # Of sums of at most some hundred float32 products; a score of 2^-20 of its terms moves a weight by as much.
 TOLERANCE = 4e-6
@@ -128,40 +128,28 @@ def packed(codes: np.ndarray, bits: np.ndarray) -> mx.array:
     return mx.array(out.reshape(1, blocks, -1))
 
 
-def components_of(widths: np.ndarray, rows: int, rng: Rng, alike: bool = False) -> tuple[Components, np.ndarray]:
-    """Random codes of components (H, D), of which those of width 0 have none: as the kernel gets them, and y (n, rows) in float64.
-
-    `alike`: those of a head have the same points, or else one of two tables each.
-    """
+def components_of(widths: np.ndarray, rows: int, rng: Rng) -> tuple[Components, np.ndarray]:
+    """Random codes of components (H, D), none of width 0 among them: as the kernel gets them, and y (n, rows) in float64."""
     heads, dim = widths.shape
     bits = widths[widths > 0]
     first = np.concatenate([[0], np.cumsum((widths > 0).sum(axis=1))])
     held = {width: [np.sort(rng.normal(size=1 << width)).astype(np.float32) for _ in range(2)] for width in range(1, 9)}
-    which = np.repeat(np.arange(heads) % 2, dim) if alike else rng.integers(0, 2, len(bits))
-    tables = [held[width][one] for width, one in zip(bits.tolist(), which.tolist(), strict=True)]
+    tables = [held[width][int(rng.integers(2))] for width in bits.tolist()]
     whole = -(-rows // BLOCK) * BLOCK
     codes = np.stack([np.zeros(whole, np.int64), *(rng.integers(0, 1 << width, whole) for width in bits.tolist())])[1:]
     y = np.stack([np.zeros(rows), *(table[code[:rows]].astype(np.float64) for table, code in zip(tables, codes, strict=True))])[1:]
     return Components.of((heads, rows, dim), packed(codes, bits), Quantisers.of(first, bits, tables)), y
 
 
-def rows_of_codes(case: ComponentCase, rows: int, rng: Rng) -> tuple[ComponentKeys, np.ndarray, np.ndarray]:
-    """As `components_of`, of rows of codes, and their basis and means: the heads have `stages` or one more."""
+def rows_of_codes(case: ComponentCase, rows: int, rng: Rng) -> tuple[Components, np.ndarray]:
+    """As `components_of`, of rows of codes: the heads have `stages` or one more."""
     stages = case.stages + np.arange(case.heads) % 2
     stage = np.stack([rng.permutation(np.arange(case.dim) % n) for n in stages.tolist()])
     place = stage + (np.cumsum(stages) - stages)[:, None]
     points = rng.normal(size=(case.heads, case.dim, 256)).astype(np.float32)
     codes = rng.integers(0, 256, (1, rows, int(stages.sum())), np.uint8)
     y = points.reshape(-1, 256)[np.arange(place.size)[:, None], codes[0][:, place.reshape(-1)].T].astype(np.float64)
-    basis = basis_of(place.size, case, rng)
-    quantisers, held = in_bytes(place, points, basis[: place.size].reshape(case.heads, case.dim, case.dim), basis[place.size :])
-    return ComponentKeys(Components((case.heads, rows, case.dim), mx.array(codes[0]), quantisers), held), y, basis
-
-
-def basis_of(count: int, case: ComponentCase, rng: Rng) -> np.ndarray:
-    """Rows of components and means of heads, (n + H, D)."""
-    every = count + case.heads
-    return (rng.normal(size=(every, case.dim)) * rng.uniform(0.2, 1, (every, 1)) / math.sqrt(case.dim / 8)).astype(np.float32)
+    return Components((case.heads, rows, case.dim), mx.array(codes[0]), Quantisers.of_bytes(place, points)), y
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,14 +165,10 @@ def make(case: ComponentCase) -> Made:
     rng = np.random.default_rng(list(case.name.encode()))
     heads, dim, count = case.heads, case.dim, case.rows
     stored = case.k_first + count + 2
-    if case.stages:
-        k, y, basis = rows_of_codes(case, stored, rng)
-    else:
-        of_k, y = components_of(widths_of(case, rng), stored, rng)
-        basis = basis_of(len(y), case, rng)
-        k = ComponentKeys(of_k, mx.array(basis))
-    of_v, z = components_of(np.repeat(rng.integers(1, 7, (heads, 1)), dim, axis=1), case.v_first + count + 1, rng, alike=True)
-    first, n = np.array(k.components.quantisers.first), len(y)
+    of_k, y = rows_of_codes(case, stored, rng) if case.stages else components_of(widths_of(case, rng), stored, rng)
+    of_v, z = components_of(np.repeat(rng.integers(1, 7, (heads, 1)), dim, axis=1), case.v_first + count + 1, rng)
+    first, n = np.array(of_k.quantisers.first), len(y)
+    basis = (rng.normal(size=(n + heads, dim)) * rng.uniform(0.2, 1, (n + heads, 1)) / math.sqrt(dim / 8)).astype(np.float32)
     matrix = np.linalg.qr(rng.normal(size=(dim, dim)))[0].astype(np.float32)
     mix = (rng.normal(size=(heads, n, dim)) / math.sqrt(max(n, 1))).astype(np.float32)
     constant = rng.normal(size=(heads, dim)).astype(np.float32)
@@ -229,6 +213,7 @@ def make(case: ComponentCase) -> Made:
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + base)[..., 0]
     out = p @ values / np.where(total > 0, total, 1)
+    k = ComponentKeys(of_k, mx.array(basis))
     given = [None if x is None else mx.array(x) for x in (angles, mask)]
     return Made((mx.array(q), k, v, (case.k_first, case.v_first, count), *given, case.splits), out, lse)
 

@@ -28,7 +28,7 @@ from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.metal import _component_attend
 from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.metal._component_attend import component_attend
-from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues, Quantisers, in_bytes
+from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues, Quantisers
 
 SETS = 3  # of inputs in turn: no call finds its own in the cache
 USED = 70  # components of 128 that have bits at 2.05 bits a value, as in SmolLM2
@@ -52,11 +52,10 @@ def additive(length: int) -> tuple:
     place = np.arange(KV_HEADS)[:, None] * stages + np.arange(DIM) % stages
     points = np.random.default_rng(1).normal(size=(KV_HEADS, DIM, 256)) / 4
     codes = mx.random.randint(0, 256, (length, KV_HEADS * stages), mx.uint8)
-    basis = np.random.default_rng(2).normal(size=(KV_HEADS, DIM, DIM)) / math.sqrt(DIM)
-    quantisers, rows_of_basis = in_bytes(place, points, basis, basis[:, 0])
+    basis = mx.random.normal((KV_HEADS * (DIM + 1), DIM)) / math.sqrt(DIM)
     values = table(4)((KV_HEADS, length, DIM))
-    keys = ComponentKeys(Components((KV_HEADS, length, DIM), codes, quantisers), rows_of_basis)
-    mx.eval(codes, values.arrays, values.staged, values.mean, values.matrix)
+    keys = ComponentKeys(Components((KV_HEADS, length, DIM), codes, Quantisers.of_bytes(place, points)), basis)
+    mx.eval(codes, basis, values.arrays, values.staged, values.mean, values.matrix)
     return q, keys, values, rows, angles
 
 

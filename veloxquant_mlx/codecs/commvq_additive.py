@@ -27,7 +27,7 @@ from veloxquant_mlx.codecs._base import FLOAT16_MAX, Codec, Frame, Given, Layout
 from veloxquant_mlx.codecs._codewords import codewords
 from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs.rvq import Rvq
-from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, Quantisers, in_bytes
+from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, Quantisers
 from veloxquant_mlx.native import converting
 from veloxquant_mlx.transfer.rope import RopeSpec
 
@@ -309,7 +309,10 @@ class Reader:
         first = np.cumsum(self.stages) - np.array(self.stages)
         largest = np.abs(self.words).max(axis=2)
         size = np.exp2(np.frexp(np.where(largest > 0, largest, 1))[1].clip(-100, 100)).astype(np.float32)
-        return in_bytes(first[:, None] + self.stage, self.words / size[..., None], self.back * size[..., None], self.mean)
+        rows = np.concatenate([(self.back * size[..., None]).reshape(-1, self.back.shape[2]), self.mean]).astype(np.float32)
+        basis = mx.array(rows)
+        mx.eval(basis)
+        return Quantisers.of_bytes(first[:, None] + self.stage, self.words / size[..., None]), basis
 
     @cached_property
     def columns(self) -> mx.array:

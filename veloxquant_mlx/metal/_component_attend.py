@@ -16,7 +16,7 @@ from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._checks import check_array, require
 from veloxquant_mlx.metal._coded_attend import coded_attend
 from veloxquant_mlx.metal._coded_operand import CodedOperand
-from veloxquant_mlx.metal._component_operand import MAX_PAIRS, ComponentKeys, Components, ComponentValues
+from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues
 from veloxquant_mlx.metal._kernel import Kernel, Template, kept_dims, unused
 
 BLOCK = 32  # tokens whose codes stand together, as in components.cu, here and below
@@ -29,7 +29,7 @@ TILE_MEMORY = 4 * TILE_POINTS + 8 * TILE_DIM + 2 * 4 * WARPS * (8 * TILE_DIM + 4
 _OF_SCORES = 65536 + 4 * (TILE_ROWS * TILE_DIM + TILE_DIM + WARPS * TILE_ROWS + WARPS)
 SCORES_MEMORY = TILE_MEMORY + _OF_SCORES
 ROW_SCORES_MEMORY = 4 * TILE_DIM * 256 + 8 * TILE_DIM + _OF_SCORES
-SUMS_MEMORY = TILE_MEMORY + 8 * MAX_PAIRS + 4 * TILE_DIM + 4 * TILE_ROWS * (TILE_DIM + 1)
+SUMS_MEMORY = TILE_MEMORY + 4 * TILE_ROWS * (TILE_DIM + 1)
 BLOCKS = 132  # multiprocessors of an H100 or H200
 GROUPS = 528  # threadgroups that fill a large GPU: four on each multiprocessor of an H200
 MAX_SPLITS = 256
@@ -112,12 +112,11 @@ TILE_SCORES = _tile_scores_kernel("component_tile_scores", "ComponentCodes", "Co
 TILE_ROW_SCORES = _tile_scores_kernel("component_tile_row_scores", "ComponentRows", "ComponentRowStage")
 TILE_SUMS = Kernel(
     "component_tile_sums",
-    (*SUMS.inputs, "pairs"),
+    SUMS.inputs,
     SUMS.outputs,
     _TILE_SOURCES,
     "",
-    """kvtool::component_tile_sums<OWN, COLUMNS>(
-    scores, tops, dims, first, sums, totals, {codes, quantisers, points}, pairs, {scales, sizes});""",
+    "kvtool::component_tile_sums<OWN, COLUMNS>(scores, tops, dims, first, sums, totals, {codes, quantisers, points}, {scales, sizes});",
 )
 
 
@@ -146,7 +145,6 @@ def component_attend(
         check_array(NAME, "mask", mask, (1 if mask.shape[0] == 1 else heads, queries, count), (mx.bool_, mx.float32))
     if not isinstance(v, CodedOperand):
         fits = v.mix.shape[1] == k.components.count and not k.components.by_row
-        require(v.components.quantisers.alike, NAME, "v", "components that are alike in a head", "unlike ones")
         require(fits, NAME, "v.mix", f"of {k.components.count} components of keys in blocks", v.mix.shape)
     scores, tops = _scores(q * math.log2(math.e), k, k_from, count, angles, mask, splits)
     if isinstance(v, CodedOperand):
@@ -223,7 +221,7 @@ def _sums(
     columns = min(-(-queries // ROWS), COLUMNS) if fast or on_metal else 1
     simds = -(-dim // 32) if on_metal else WARPS
     groups = heads * -(-queries // (ROWS * columns))
-    splits = _splits(groups, start, count, splits, fast, 2 if columns == 1 else 1)
+    splits = _splits(groups, start, count, splits, fast)
     sizes = (
         every // heads,
         count,
@@ -235,7 +233,6 @@ def _sums(
         heads,
         tops.shape[1],
         of.points.size,
-        of.pairs.shape[0],
     )
     template: Template = [("OWN", v is not None)]
     kernel = SUMS
@@ -248,7 +245,6 @@ def _sums(
         [
             *(scores, tops, kept_dims(*sizes), of.first, components.codes, of.places, of.points),
             *((unused(mx.uint32), unused()) if v is None else (v.scales, v.sizes)),
-            *([of.pairs if of.pairs.size else unused()] if fast else []),
         ],
         template=template,
         grid=(groups * simds * 32, splits, 1),
@@ -260,7 +256,7 @@ def _sums(
     return (sums[0], totals[0]) if splits == 1 else (mx.sum(sums, axis=0), mx.sum(totals, axis=0))
 
 
-def _splits(groups: int, start: int, count: int, given: int | None, fast: bool, resident: int = 1) -> int:
+def _splits(groups: int, start: int, count: int, given: int | None, fast: bool) -> int:
     blocks = (start + count - 1) // BLOCK + 1 - start // BLOCK
-    wanted = min(resident * BLOCKS // groups, -(-blocks // WARPS)) if fast else min(-(-GROUPS // groups), blocks)
+    wanted = min(BLOCKS // groups, -(-blocks // WARPS)) if fast else min(-(-GROUPS // groups), blocks)
     return given or max(1, min(wanted, MAX_SPLITS))

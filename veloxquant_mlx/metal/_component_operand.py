@@ -3,13 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
-
-PAIRED_BITS = 4  # of a code, at most, whose points are held in pairs
-MAX_PAIRS = 1700  # as in component_tiles.cu
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,18 +14,13 @@ class Quantisers:
 
     Fields:
         first: where the components of each head begin, (H + 1,) int32.
-        places: (n, 4) int32: first word in a block, or byte in a row; bits; first of the points; first of the pairs, or -1 where their
-            codes have more than 4 bits.
+        places: (n, 4) int32: first word in a block, or byte in a row; bits; first of the points; 0.
         points: float32.
-        pairs: (m, 2) float32, the points of two codes c and d beside each other, in the order of c + 2^bits d.
-        alike: whether all components of a head have the same points.
     """
 
     first: mx.array
     places: mx.array
     points: mx.array
-    pairs: mx.array
-    alike: bool
 
     @classmethod
     def of(cls, first: np.ndarray, bits: np.ndarray, tables: Sequence[np.ndarray]) -> "Quantisers":
@@ -40,19 +31,16 @@ class Quantisers:
             bits: of each, (n,), none 0.
             tables: the 2^bits points of each; equal ones are held once.
         """
-        begins: dict[bytes, tuple[int, int]] = {}
-        kept, pairs = [np.zeros(0, np.float32)], [np.zeros((0, 2), np.float32)]
+        begins: dict[bytes, int] = {}
+        kept = [np.zeros(0, np.float32)]
         places = np.zeros((len(bits), 4), np.int32)
         places[:, 0], places[:, 1] = np.cumsum(bits) - bits, bits
         for i, table in enumerate(tables):
             if table.tobytes() not in begins:
-                paired = len(table) ** 2 + sum(map(len, pairs)) <= MAX_PAIRS and bits[i] <= PAIRED_BITS
-                begins[table.tobytes()] = sum(map(len, kept)), sum(map(len, pairs)) if paired else -1
+                begins[table.tobytes()] = sum(len(other) for other in kept)
                 kept.append(table)
-                if paired:
-                    pairs.append(np.stack([np.tile(table, len(table)), np.repeat(table, len(table))], axis=1))
-            places[i, 2:] = begins[table.tobytes()]
-        return cls._held(first, places, np.concatenate(kept), np.concatenate(pairs))
+            places[i, 2] = begins[table.tobytes()]
+        return cls._held(first, places, np.concatenate(kept))
 
     @classmethod
     def of_bytes(cls, place: np.ndarray, points: np.ndarray) -> "Quantisers":
@@ -64,14 +52,13 @@ class Quantisers:
         """
         places = np.zeros((place.size, 4), np.int32)
         places[:, 0], places[:, 1], places[:, 2] = place.reshape(-1), 8, np.arange(place.size) * 256
-        places[:, 3] = -1
-        return cls._held(np.arange(len(place) + 1) * place.shape[1], places, points.reshape(-1), np.zeros((0, 2)))
+        return cls._held(np.arange(len(place) + 1) * place.shape[1], places, points.reshape(-1))
 
     @classmethod
-    def _held(cls, first: np.ndarray, places: np.ndarray, points: np.ndarray, pairs: np.ndarray) -> "Quantisers":
-        made = mx.array(first.astype(np.int32)), mx.array(places), *(mx.array(x.astype(np.float32)) for x in (points, pairs))
+    def _held(cls, first: np.ndarray, places: np.ndarray, points: np.ndarray) -> "Quantisers":
+        made = mx.array(first.astype(np.int32)), mx.array(places), mx.array(points.astype(np.float32))
         mx.eval(made)
-        return cls(*made, all((places[a:b, 1:] == places[a:b][:1, 1:]).all() for a, b in pairwise(first.tolist())))
+        return cls(*made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,25 +91,6 @@ class Components:
         return self.quantisers.places.shape[0]
 
 
-def in_bytes(place: np.ndarray, points: np.ndarray, basis: np.ndarray, mean: np.ndarray) -> tuple[Quantisers, mx.array]:
-    """Components of codes of a byte in the order in which a kernel reads each byte least often, and the basis of `ComponentKeys`.
-
-    Args:
-        place, points: as of `Quantisers.of_bytes`.
-        basis: (H, D, D) float32, the row of each component.
-        mean: (H, D) float32.
-    """
-    heads, dim = place.shape
-    order = np.argsort(place, axis=1, kind="stable")
-    if dim % 16 == 0:  # lane t of a tensor core has components 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16
-        lanes = order.reshape(heads, -1, 4, 2, 2)
-        order = lanes.transpose(0, 1, 3, 2, 4).reshape(heads, dim)
-    sorted_ = [np.take_along_axis(x, order[..., None], axis=1) for x in (place[..., None], points, basis)]
-    rows = mx.array(np.concatenate([sorted_[2].reshape(heads * dim, -1), mean]).astype(np.float32))
-    mx.eval(rows)
-    return Quantisers.of_bytes(sorted_[0][..., 0], sorted_[1]), rows
-
-
 def in_words(part: mx.array) -> mx.array:
     """(1, blocks, bytes) uint8 as (blocks, words) uint32, evaluated."""
     words = mx.contiguous(part[0]).view(mx.uint32)
@@ -151,7 +119,7 @@ class ComponentKeys:
 
 @dataclass(frozen=True, eq=False)
 class ComponentValues:
-    """Values beside keys of the same tokens; all components have bits, those of a head are alike.
+    """Values beside keys of the same tokens; all components have bits.
 
     Fields:
         scales: (blocks, 6 H) uint32: codes of 6 bits of 32 tokens of each head.

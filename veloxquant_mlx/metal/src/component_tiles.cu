@@ -11,7 +11,6 @@ namespace kvtool {
 constexpr int COMPONENT_COLUMNS = 32;               // of a block
 constexpr int COMPONENT_STEPS = TILE_DIM / 16;      // products along the components of a head, at most
 constexpr int COMPONENT_POINTS = 4096;              // of all tables, at most
-constexpr int COMPONENT_PAIRS = 1700;               // of points of two tokens, of tables of 4 bits or fewer, at most
 constexpr int COMPONENT_STAGED = 8 * TILE_DIM + 4;  // words of a head's codes, at most, and one behind
 constexpr int COMPONENT_BASIS_BYTES = COMPONENT_STEPS * 16 * 32 * 16;
 
@@ -34,8 +33,6 @@ struct ComponentStage {
   int each;   // words of a block, all heads
   int count;  // of them, the head's
   int size;   // components
-
-  struct Held {};
 
   // Whoever reads waits for the block.
   __device__ __forceinline__ ComponentStage(ComponentCodes codes, const int* dims, int begin, int stop, int number)
@@ -79,15 +76,16 @@ struct ComponentStage {
     decode_wait();
   }
 
-  // Points of a block's token `token` and the one 8 after.
-  __device__ __forceinline__ void two(Held&, int, int place, uint2 one, int token, uint32_t& x, uint32_t& y) const {
+  // Points of a block's token `token` and the one APART after.
+  template <int APART>
+  __device__ __forceinline__ void two(int, int place, uint2 one, int token, uint32_t& x, uint32_t& y) const {
     const uint32_t bits = one.y & 255u;
     const uint32_t mask = (1u << bits) - 1;
     const uint32_t* from = points + (one.y >> 8);
     const uint32_t* codes = staged + place * COMPONENT_STAGED + one.x;
     const uint64_t near = window(codes, uint32_t(token) * bits);
     x = from[uint32_t(near) & mask];
-    y = from[uint32_t(window(codes, uint32_t(token + 8) * bits)) & mask];
+    y = from[uint32_t(APART == 1 ? near >> bits : window(codes, uint32_t(token + APART) * bits)) & mask];
   }
 
   static __device__ __forceinline__ uint64_t window(const uint32_t* codes, uint32_t bit) {
@@ -105,12 +103,6 @@ struct ComponentRowStage {
   int each;  // bytes of a row
   int last;  // row that is read
   int size;
-
-  // A lane's last bytes, of two tokens.
-  struct Held {
-    uint32_t place = 0xffffffffu;
-    uint32_t code[2] = {0, 0};
-  };
 
   __device__ __forceinline__ ComponentRowStage(ComponentRows given, const int* dims, int begin, int stop, int)
       : codes(given.codes), each(dims[COMPONENT_WORDS]), last(dims[COMPONENT_FROM] + dims[COMPONENT_COUNT] - 1), size(stop - begin) {
@@ -136,15 +128,10 @@ struct ComponentRowStage {
   }
   __device__ __forceinline__ void arrive() const {}
 
-  // Components that share a byte are neighbours in a lane (`in_bytes`).
-  __device__ __forceinline__ void two(Held& held, int block, int, uint2 one, int token, uint32_t& x, uint32_t& y) const {
-    if (held.place != one.x) {
-      held.place = one.x;
-      held.code[0] = __ldg(row(block, token) + one.x);
-      held.code[1] = __ldg(row(block, token + 8) + one.x);
-    }
-    x = points[one.y + held.code[0]];
-    y = points[one.y + held.code[1]];
+  template <int APART>
+  __device__ __forceinline__ void two(int block, int, uint2 one, int token, uint32_t& x, uint32_t& y) const {
+    x = points[one.y + __ldg(row(block, token) + one.x)];
+    y = points[one.y + __ldg(row(block, token + APART) + one.x)];
   }
 };
 
@@ -238,7 +225,6 @@ __device__ __forceinline__ void component_tile_scores(
     for (int i = 0; i < 128; i++) {
       x[i / 64][i / 4 % 16][i % 4] = 0;
     }
-    typename Stage::Held held[2];
     for (int step = 0; step < steps; step++) {
       uint32_t near[2][4];
       uint32_t rest[2][4];
@@ -249,8 +235,8 @@ __device__ __forceinline__ void component_tile_scores(
         ATTEND_UNROLL
         for (int m = 0; m < 2; m++) {
           uint32_t y[2][2];
-          codes.two(held[m], block, place, one[0], 16 * m + at.g, y[0][0], y[1][0]);
-          codes.two(held[m], block, place, one[1], 16 * m + at.g, y[0][1], y[1][1]);
+          codes.template two<8>(block, place, one[0], 16 * m + at.g, y[0][0], y[1][0]);
+          codes.template two<8>(block, place, one[1], 16 * m + at.g, y[0][1], y[1][1]);
           component_pair(y[0][0], y[0][1], near[m][2 * half], rest[m][2 * half]);
           component_pair(y[1][0], y[1][1], near[m][2 * half + 1], rest[m][2 * half + 1]);
         }
@@ -344,7 +330,7 @@ __device__ __forceinline__ void component_tile_scores(
   }
 }
 
-// `component_sums` for up to 8 COLUMNS queries; dims[COMPONENT_TOPS + 1], + 2: points, and pairs, of all tables.
+// `component_sums` for up to 8 COLUMNS queries; dims[COMPONENT_TOPS + 1]: points of all tables.
 template <bool OWN, int COLUMNS>
 __device__ __forceinline__ void component_tile_sums(
     const float* scores,
@@ -354,7 +340,6 @@ __device__ __forceinline__ void component_tile_sums(
     float* sums,
     float* totals,
     ComponentCodes given,
-    const float* pairs,
     ComponentSizes sizes) {
   constexpr int D = TILE_DIM;
   const int thread_ = int(threadIdx.x);
@@ -371,17 +356,6 @@ __device__ __forceinline__ void component_tile_sums(
   const int begin = first[head];
   const ComponentStage codes(given, dims, begin, first[head + 1], dims[COMPONENT_TOPS + 1]);
   const ComponentSpan span(dims, int(blockIdx.y));
-  uint2* two = reinterpret_cast<uint2*>(codes.own);  // near and rest of a pair of points
-  int* two_from = reinterpret_cast<int*>(two + COMPONENT_PAIRS);
-  float* room = reinterpret_cast<float*>(two_from + D);  // queries by components
-  for (int i = thread_; i < dims[COMPONENT_TOPS + 2]; i += COMPONENT_WARPS * 32) {
-    uint2 pair;
-    tile_split(pairs[2 * i], pairs[2 * i + 1], pair.x, pair.y);
-    two[i] = pair;
-  }
-  if (thread_ < D) {
-    two_from[thread_] = codes.size > 0 ? __ldg(given.quantisers + 4 * (begin + min(thread_, codes.size - 1)) + 3) : 0;
-  }
   float unit = 1;
   float inverse = 1;
   if (OWN) {
@@ -423,8 +397,6 @@ __device__ __forceinline__ void component_tile_sums(
   }
   __syncthreads();
   const int steps = (codes.size + 15) / 16;
-  const uint2 alike = codes.quantisers[0];  // OWN: but for their words, all components are
-  const int alike_from = two_from[0];
   for (int place = 0; block < span.stop; block += COMPONENT_WARPS, place ^= 1) {
     codes.bring(block + COMPONENT_WARPS, block + COMPONENT_WARPS < span.stop, place ^ 1, at.lane);
     codes.arrive();
@@ -457,25 +429,11 @@ __device__ __forceinline__ void component_tile_sums(
         uint32_t a[4];
         uint32_t b[4];
         ATTEND_UNROLL
-        for (int r = 0; r < 2; r++) {  // component g or g + 8
-          const int own = 16 * m + at.g + 8 * r;
-          const uint2 one = OWN ? alike : codes.quantisers[own];
-          const int from = OWN ? alike_from : two_from[own];
-          const uint32_t bits = one.y & 255u;
-          const uint32_t* words = codes.staged + place * COMPONENT_STAGED + (OWN ? uint32_t(own) * bits : one.x);
-          ATTEND_UNROLL
-          for (int i = 0; i < 2; i++) {  // tokens from 2 t or 2 t + 8 on
-            const uint32_t both = uint32_t(ComponentStage::window(words, uint32_t(16 * half + 8 * i + 2 * at.t) * bits));
-            if (from >= 0) {
-              const uint2 pair = two[from + int(both & ((1u << (2 * bits)) - 1))];
-              a[r + 2 * i] = pair.x;
-              b[r + 2 * i] = pair.y;
-            } else {
-              const uint32_t* points = codes.points + (one.y >> 8);
-              const uint32_t mask = (1u << bits) - 1;
-              component_pair(points[both & mask], points[both >> bits & mask], a[r + 2 * i], b[r + 2 * i]);
-            }
-          }
+        for (int i = 0; i < 4; i++) {  // component g or g + 8, tokens from 2 t or 2 t + 8 on
+          uint32_t y[2];
+          codes.template two<1>(
+              block, place, codes.quantisers[16 * m + at.g + 8 * (i % 2)], 16 * half + 8 * (i / 2) + 2 * at.t, y[0], y[1]);
+          component_pair(y[0], y[1], a[i], b[i]);
         }
         ATTEND_UNROLL
         for (int n = 0; n < COLUMNS; n++) {
@@ -488,6 +446,7 @@ __device__ __forceinline__ void component_tile_sums(
     __syncwarp();  // the words of this block are read
   }
 
+  float* room = reinterpret_cast<float*>(codes.own);  // queries by components
   float* all = room + 8 * COLUMNS * D;
   const float lift = 1.0f / 256;
   for (int w = 0; w < COMPONENT_WARPS; w++) {
