@@ -35,10 +35,10 @@ def cases() -> list[Case]:
     return plain + masked + [Case(made("tc-3", 72, "partial", 1090), 1)]  # enough tokens for tables of components
 
 
-def for_arm(folder: Path, **what: str) -> list[str]:
+def for_arm(folder: Path, *options: str, **what: str) -> list[str]:
     """A program for aarch64, as a command here."""
     compiler = (compiler_of_this_machine() or "c++") if NATIVE_ARM else CROSS
-    program = str(build(folder, compiler, "ARM64", ["neon", "baseline"], *([] if NATIVE_ARM else ["-static"]), **what))
+    program = str(build(folder, compiler, "ARM64", ["neon", "baseline"], *options, *([] if NATIVE_ARM else ["-static"]), **what))
     return [program] if NATIVE_ARM else [EMULATOR, program]
 
 
@@ -98,3 +98,59 @@ def test_streams_under_the_sanitizers(tmp_path: Path) -> None:
     program = build(tmp_path, "g++", "X86", ["baseline", "avx2", "avx512"], *sanitizers, name="run_streams", sources="streams")
     for level in levels_of_x86():
         assert_streams(tmp_path, level, [str(program)])
+
+
+TURNS = {"name": "run_turns", "sources": "convert"}
+EXACT = "-ffp-contract=off"  # as CMakeLists.txt has it for this source
+TYPES = ("float32", "float16", "bfloat16")
+
+
+def narrowed(x: np.ndarray, kind: str) -> np.ndarray:
+    """float32 in the memory of a type, rounded to nearest even."""
+    if kind != "bfloat16":
+        return x.astype(kind)
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def widened(x: np.ndarray, kind: str) -> np.ndarray:
+    return (x.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else x.astype(np.float32)
+
+
+def assert_turns(folder: Path, level: str, command: list[str]) -> None:
+    """Every type, rows that fill vectors and tiles and that do not, pairs of both kinds, one rotation and two: the bits of NumPy."""
+    rng, given, wanted = np.random.default_rng(0), [], []
+    shapes = ((2, 33, 128, 0, 64), (3, 5, 80, 8, 35), (1, 64, 24, 0, 12), (2, 7, 6, 2, 1))
+    for kind, shape, paired, both in itertools.product(TYPES, shapes, itertools.product((False, True), repeat=2), (False, True)):
+        heads, count, dim, first, half = shape
+        x = narrowed(rng.standard_normal((heads, count, dim)).astype(np.float32) * np.float32(3), kind)
+        angles = rng.standard_normal((1 + both, count, half))
+        tables = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+        given.append(numbers(TYPES.index(kind), *shape, *paired, both) + tables.tobytes() + x.tobytes())
+        cos, sin = tables[0, :, :half], -tables[0, :, half:]
+        if both:
+            c, s, back = tables[1, :, :half], tables[1, :, half:], -sin
+            cos, sin = c * cos + s * back, s * cos - c * back
+        index = [[first + np.arange(half) * (2 if pairs else 1) + i * (1 if pairs else half) for i in (0, 1)] for pairs in paired]
+        u, v = (widened(x[..., at], kind) for at in index[0])
+        out = x.copy()
+        out[..., index[1][0]], out[..., index[1][1]] = narrowed(u * cos - v * sin, kind), narrowed(u * sin + v * cos, kind)
+        wanted.append(out.tobytes())
+    (folder / "rows").write_bytes(b"".join(given))
+    run_alone([*command, level, str(folder / "rows"), str(folder / f"turns-{level}")])
+    assert (folder / f"turns-{level}").read_bytes() == b"".join(wanted)
+
+
+@needs_arm
+def test_turns_on_neon(tmp_path: Path) -> None:
+    command = for_arm(tmp_path, EXACT, **TURNS)
+    for level in ("neon", "baseline"):
+        assert_turns(tmp_path, level, command)
+
+
+@pytest.mark.skipif(not X86 or shutil.which("g++") is None, reason="the levels of x86, and no g++")
+def test_turns_under_the_sanitizers(tmp_path: Path) -> None:
+    sanitizers = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    program = build(tmp_path, "g++", "X86", ["baseline", "avx2", "avx512"], EXACT, *sanitizers, **TURNS)
+    for level in levels_of_x86():
+        assert_turns(tmp_path, level, [str(program)])
