@@ -6,8 +6,9 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from http.server import HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,13 +110,23 @@ def serve(
     def fresh(one: Any, *args: Any, **kwargs: Any) -> list[Any]:
         return copy.deepcopy(empty) if empty is not None and one is model.model else make_prompt_cache(one, *args, **kwargs)
 
+    def run_http(host: str, port: int, generator: Any) -> None:
+        run(host, port, generator, stoppable(server.ThreadingHTTPServer))
+
+    run = server._run_http_server
     # Where the server makes its caches, not in the model: what a probe finds there is what files and stores are compared with.
     with ExitStack() as stack:
-        replaced = {"LRUPromptCache": Cache, "ResponseGenerator": Generator, "load": load, "make_prompt_cache": fresh}
+        replaced = {
+            "LRUPromptCache": Cache,
+            "ResponseGenerator": Generator,
+            "load": load,
+            "make_prompt_cache": fresh,
+            "_run_http_server": run_http,
+        }
         stack.enter_context(_replaced(server, replaced))
         stack.enter_context(_replaced(generating, {"make_prompt_cache": fresh}))
         stack.enter_context(_arguments(["mlx_lm.server", "--model", name, *options]))
-        stack.enter_context(_stoppable())
+        stack.enter_context(_signals(interrupt, signal.SIGTERM))
         try:
             server.main()
         finally:
@@ -141,21 +152,37 @@ def _replaced(module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
             setattr(module, name, value)
 
 
+def interrupt(number: int, frame: Any) -> None:
+    """A handler: SIGTERM ends the server as ^C does, which it takes for a stop that was asked for: what waits is written first."""
+    raise KeyboardInterrupt
+
+
+def stoppable(kind: type[HTTPServer]) -> type[HTTPServer]:
+    """A server that ^C and SIGTERM end by asking it: an exception that is raised where Python happens to finalise something is lost."""
+
+    class Stoppable(kind):  # type: ignore[misc, valid-type]
+        def serve_forever(self, *args: float) -> None:
+            def stop(number: int, frame: Any) -> None:
+                threading.Thread(target=self.shutdown, daemon=True).start()  # which waits for the loop that this thread is in
+
+            with _signals(stop, signal.SIGINT, signal.SIGTERM):
+                super().serve_forever(*args)
+
+    return Stoppable
+
+
 @contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM ends the server as ^C does, which it takes for a stop that was asked for: what waits is written first."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
+def _signals(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[None]:
+    """The handler of signals meanwhile, where this is the thread that may set it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    before = [(number, signal.signal(number, handler)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, earlier in before:
+            signal.signal(number, earlier)
 
 
 @contextmanager

@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import kvtool
 from kvtool.capturing import prefill
 from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
-from kvtool.serving import serve
+from kvtool.serving import serve, stoppable
 from kvtool.store.behind import Behind
 from kvtool.store.store import Store
 from veloxquant_mlx.caches.coded import CodedKVCache
@@ -194,6 +197,26 @@ def test_a_server_that_answered_ends_cleanly(stop: signal.Signals) -> None:
     for _ in range(3):
         with serving(stop=stop) as address:
             complete(address, "Hello there")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_that_comes_while_something_is_finalised_is_one(number: signal.Signals) -> None:
+    """Python prints an exception that is raised then, and goes on."""
+
+    class Doomed:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), number)
+
+    class Server(ThreadingHTTPServer):
+        def service_actions(self) -> None:
+            Doomed()
+
+    with stoppable(Server)(("127.0.0.1", 0), BaseHTTPRequestHandler) as httpd:
+        given_up = threading.Timer(10, httpd.shutdown)
+        given_up.start()
+        httpd.serve_forever(0.01)
+        assert given_up.is_alive()
+        given_up.cancel()
 
 
 @pytest.mark.parametrize("stored", ["rvq-4", "raw"])
