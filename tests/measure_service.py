@@ -14,6 +14,7 @@ listing   processor time of the service, the least of several requests: /v1/stat
           HTTP, all found and none, among 10 000 objects in a folder.
 """
 
+import contextlib
 import http.client
 import json
 import math
@@ -82,20 +83,24 @@ def median(call: Callable[[], object]) -> float:
     return statistics.median(taken)
 
 
+def turn_about(calls: dict[str, Callable[[], object]], runs: int = RUNS, before: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """Median seconds of each; one after another, so that what disturbs the machine is there for all."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(runs):
+        before()
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
 def transfer(folder: Path) -> None:
     data = np.random.default_rng(1).bytes(SIZE)
     (folder / "object").write_bytes(data)
     port = store_servers.free_port()
     nginx = shutil.which("nginx")
     rates = {}
-    if nginx is not None:
-        (folder / "nginx.conf").write_text(NGINX.format(folder=folder, port=port))
-        with store_servers.ended(subprocess.Popen([nginx, "-c", str(folder / "nginx.conf")])) as running:
-            store_servers.wait_for(lambda: store_servers.listens(port), "nginx")
-            assert fetched(port, "/object") > SIZE
-            rates["get, nginx"] = SIZE / median(lambda: fetched(port, "/object"))
-            running.terminate()
-            running.wait()
 
     def bare() -> None:
         path = folder / "bare"
@@ -109,7 +114,17 @@ def transfer(folder: Path) -> None:
         served = Served(running_service.address)
         served.write("object", data)
         assert served.read("object") == data
-        rates["get, service"] = SIZE / median(lambda: fetched(running_service.port, "/v1/objects/object"))
+        gets = {"get, service": lambda: fetched(running_service.port, "/v1/objects/object")}
+        with contextlib.ExitStack() as stack:
+            if nginx is not None:
+                (folder / "nginx.conf").write_text(NGINX.format(folder=folder, port=port))
+                running = stack.enter_context(store_servers.ended(subprocess.Popen([nginx, "-c", str(folder / "nginx.conf")])))
+                stack.callback(running.wait)
+                stack.callback(running.terminate)  # its worker would outlive it if it were killed
+                store_servers.wait_for(lambda: store_servers.listens(port), "nginx")
+                gets["get, nginx"] = lambda: fetched(port, "/object")
+            for name, taken in turn_about(gets, 10 * RUNS).items():
+                rates[name] = SIZE / taken
         head = f"PUT /v1/objects/put HTTP/1.1\r\nHost: localhost\r\nContent-Length: {SIZE}\r\nConnection: close\r\n\r\n".encode()
 
         def put() -> None:
@@ -118,16 +133,8 @@ def transfer(folder: Path) -> None:
                 sock.sendall(data)
                 assert sock.recv(100).startswith(b"HTTP/1.1 201")
 
-        # Turn about, so that a busy disk is busy for both.
-        puts, bares = [], []
-        for _ in range(RUNS):
-            served.remove("put")
-            for call, taken in ((put, puts), (bare, bares)):
-                start = time.perf_counter()
-                call()
-                taken.append(time.perf_counter() - start)
-        rates["put, service"] = SIZE / statistics.median(puts)
-        rates["bare write and fsync"] = SIZE / statistics.median(bares)
+        for name, taken in turn_about({"put, service": put, "bare write and fsync": bare}, before=lambda: served.remove("put")).items():
+            rates[name] = SIZE / taken
     for name, rate in rates.items():
         print(f"{name:24} {rate / 1e9:.2f} GB/s")
     if "get, nginx" in rates:

@@ -1,4 +1,4 @@
-"""Bodies of objects that are received past the parser: on a connection that goes on, that fails midway, and that ends."""
+"""Bodies that are received past the parser, on a connection that goes on, that fails midway, and that ends; and sent from a file."""
 
 import contextlib
 import errno
@@ -19,19 +19,21 @@ import uvicorn
 from blake3 import blake3
 
 from formats import atomic
-from kvtool.service import transfer
+from kvtool.service import connections, transfer
 from kvtool.service.app import make_app
 from kvtool.service.connections import Rest, guarded
+from kvtool.service.settings import Limits
 from kvtool.service.state import State
 from kvtool.store.folder import Folder
 
 SIZE = 3 * transfer.GATHERED + 12_345
+IDLE = 5.0
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
 def port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
     """Of a service in a thread of this process."""
-    state = State(Folder(tmp_path / "store"), None)
+    state = State(Folder(tmp_path / "store"), None, limits=Limits(idle_seconds=IDLE))
     config = uvicorn.Config(make_app(state), http=guarded(state.limits), ws="none", loop=request.param, log_level="critical")
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -174,3 +176,110 @@ def test_who_goes_away_midway(port: int, taken: list[int], tmp_path: Path) -> No
         while sum(taken) < transfer.GATHERED and time.monotonic() < deadline:
             time.sleep(0.02)
     assert sum(taken) >= transfer.GATHERED and emptied(tmp_path)
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that went from a file to a connection, a thread's turn each."""
+    counts: list[int] = []
+    now = connections.sent_now
+
+    def counted(*args: int) -> tuple[int, bool]:
+        found = now(*args)
+        counts.append(found[0])
+        return found
+
+    monkeypatch.setattr(connections, "sent_now", counted)
+    return counts
+
+
+def stored(port: int, data: bytes) -> None:
+    with connected(port) as connection:
+        assert answer(connection, "PUT", "/v1/objects/a", body=data)[0] == 201
+
+
+def begun(port: int) -> socket.socket:
+    """A connection whose reader takes little and has asked for an object."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    sock.settimeout(20)
+    sock.connect(("127.0.0.1", port))
+    sock.sendall(head("GET", "a"))
+    return sock
+
+
+def rest(sock: socket.socket) -> bytes:
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        while part := sock.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_objects_come_from_their_files(port: int, direct: list[int]) -> None:
+    data = os.urandom(SIZE)
+    stored(port, data)
+    with connected(port) as connection:
+        assert answer(connection, "GET", "/v1/objects/a") == (200, data)
+        for begin, end in ((0, 1), (12_345, SIZE - 1), (SIZE - 1, SIZE)):
+            got = answer(connection, "GET", "/v1/objects/a", headers={"Range": f"bytes={begin}-{end - 1}"})
+            assert got == (206, data[begin:end])
+        assert answer(connection, "GET", "/v1/objects/b")[0] == 404
+    assert sum(direct) == SIZE + 1 + (SIZE - 1 - 12_345) + 1
+
+
+def test_a_slow_reader_gets_all_and_holds_no_thread(port: int, direct: list[int]) -> None:
+    data = os.urandom(40_000_000)
+    stored(port, data)
+    with contextlib.closing(begun(port)) as sock:
+        got = bytearray(sock.recv(100))
+        for _ in range(5):
+            time.sleep(0.2)
+            got += sock.recv(1 << 20)
+        turns = len(direct)
+        sock.sendall(head("GET", "none", "Connection: close\r\n"))
+        got += rest(sock)
+    assert turns < 12  # it waited in the loop
+    body = bytes(got).split(b"\r\n\r\n", 1)[1]
+    assert body[: len(data)] == data and body[len(data) :].startswith(b"HTTP/1.1 404")
+
+
+def test_a_file_comes_after_what_waits_to_be_sent(port: int) -> None:
+    data = os.urandom(1_000_000)
+    stored(port, data)
+    with contextlib.closing(begun(port)) as sock:
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 150 + head("GET", "a", "Connection: close\r\n"))
+        time.sleep(1)  # the answers fill what the connection holds
+        got = rest(sock)
+    assert got.startswith(b"HTTP/1.1 200") and got.count(b"HTTP/1.1 200") == 152
+    assert got.split(b"\r\n\r\n", 1)[1][: len(data)] == got[-len(data) :] == data
+
+
+def test_a_reader_that_takes_nothing_is_left(port: int) -> None:
+    stored(port, os.urandom(40_000_000))
+    before = open_files()
+    with contextlib.closing(begun(port)) as sock:
+        time.sleep(IDLE + 1)
+        assert len(rest(sock)) < 40_000_000
+    deadline = time.monotonic() + 5
+    while open_files() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert open_files() <= before
+    with connected(port) as connection:
+        assert answer(connection, "GET", "/v1/objects/a", headers={"Range": "bytes=0-0"})[0] == 206
+
+
+def test_a_file_that_ends_early_breaks_the_answer_off(port: int, tmp_path: Path) -> None:
+    data = os.urandom(40_000_000)
+    stored(port, data)
+    with contextlib.closing(begun(port)) as sock:
+        got = sock.recv(100)
+        (path,) = (path for path in files(tmp_path) if path.stat().st_size == len(data))
+        os.truncate(path, 30_000_000)
+        sock.sendall(head("GET", "none"))  # which would be taken for the rest
+        body = (got + rest(sock)).split(b"\r\n\r\n", 1)[1]
+    assert body == data[: len(body)] and len(body) <= 30_000_000

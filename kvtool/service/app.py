@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtool.service import errors, objects_routes, prompts_routes
 from kvtool.service.access import Its, Known, Operates, known
 from kvtool.service.state import State
-from kvtool.service.transfer import BrokenOff, Pace, Stalled
+from kvtool.service.transfer import BESIDE, BrokenOff, Pace, Stalled
 from kvtool.version import __version__
 
 logger = logging.getLogger("kvtool.service")
@@ -118,7 +118,7 @@ class Watched:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", request_id.encode())]}
-            sent += len(message.get("body", b""))
+            sent += len(message.get("body", b"")) + message.get(BESIDE, 0)
             try:
                 async with asyncio.timeout(self._state.limits.idle_seconds):
                     await send(message)

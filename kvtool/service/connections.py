@@ -1,14 +1,21 @@
-"""Connections: headers that come too slowly, or never end; and bodies that are received where they are wanted."""
+"""Connections: headers that come too slowly, or never end; bodies that are received where they are wanted, and sent from a file."""
 
 import asyncio
+import os
+import select
+import time
 from functools import partial
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvtool.service.settings import Limits
 
 REST = "rest"  # in a request's state: gives the rest of its body as a `Rest`, or None
+SEND = "send"  # in a request's state where a file may be sent without its bytes passing through here: see `Guarded._send`
+TURN = 0.1  # seconds that a thread sends for at a time
+SOON = 0.005  # seconds that it waits for its reader meanwhile: longer than that the loop does, for any number of readers
 
 
 def guarded(limits: Limits) -> type[HttpToolsProtocol]:
@@ -44,6 +51,8 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
             # The parser has made sure that there is one length, or none.
             self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
             self.scope["state"][REST] = partial(self._rest, self.cycle)
+            if hasattr(os, "sendfile") and self.transport.get_extra_info("sslcontext") is None:
+                self.scope["state"][SEND] = partial(self._send, self.cycle)
 
         def on_body(self, body: bytes) -> None:
             self._left -= len(body)
@@ -54,6 +63,46 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
             if cycle is not self.cycle or self._left <= 0 or cycle.body or cycle.disconnected or self.parser.should_upgrade():
                 return None
             return Rest(self, self._left)
+
+        async def _send(self, cycle: RequestResponseCycle, fd: int, begin: int, end: int) -> int:
+            """Send bytes [begin, end) of a file as the body of an answer whose head is under way; how many there were.
+
+            Raises:
+                ClientDisconnect: the other side went away.
+                TimeoutError: it took nothing for as long as a connection may stand idle.
+                OSError: the file cannot be read.
+            """
+            own = -1  # of this connection whatever else becomes of it: another one's must not get these bytes
+            try:
+                async with asyncio.timeout(limits.idle_seconds):
+                    while self.transport.get_write_buffer_size() and not cycle.disconnected:
+                        await asyncio.sleep(0)
+                if cycle.disconnected or self.transport.is_closing():
+                    raise ClientDisconnect
+                own, position = os.dup(self.transport.get_extra_info("socket").fileno()), begin
+                while position < end:
+                    count, ended = await run_in_threadpool(sent_now, own, fd, position, end)
+                    position += count
+                    if ended:
+                        break
+                    if position < end:
+                        await self._writable(own)
+            except ConnectionError:
+                raise ClientDisconnect from None
+            finally:
+                if own >= 0:
+                    os.close(own)
+            cycle.expected_content_length -= position - begin
+            return position - begin
+
+        async def _writable(self, fd: int) -> None:
+            ready = asyncio.Event()
+            self.loop.add_writer(fd, ready.set)
+            try:
+                async with asyncio.timeout(limits.idle_seconds):
+                    await ready.wait()
+            finally:
+                self.loop.remove_writer(fd)
 
         def on_message_complete(self) -> None:
             self._in_body = False
@@ -88,6 +137,23 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
                 self.transport.close()
 
     return Guarded
+
+
+def sent_now(sock: int, fd: int, begin: int, end: int) -> tuple[int, bool]:
+    """What a socket takes of bytes [begin, end) of a file without a long wait, and whether the file ended before them."""
+    position, poll, until = begin, select.poll(), time.monotonic() + TURN
+    poll.register(sock, select.POLLOUT)
+    while position < end and time.monotonic() < until:
+        try:
+            count = os.sendfile(sock, fd, position, end - position)
+        except BlockingIOError:
+            if not poll.poll(1000 * SOON):
+                break
+            continue
+        if not count:
+            return position - begin, True
+        position += count
+    return position - begin, False
 
 
 class Rest(asyncio.BufferedProtocol):

@@ -12,8 +12,9 @@ from starlette.concurrency import run_in_threadpool
 
 from kvtool.service.access import Its, Known, Reads, Writes
 from kvtool.service.accounts import HINT
+from kvtool.service.connections import SEND
 from kvtool.service.errors import Refused
-from kvtool.service.transfer import Pace, received, sent, span
+from kvtool.service.transfer import FileResponse, Pace, received, sent, span
 from kvtool.store.catalogue import GRANTS, TENANTS
 from kvtool.store.keys import node_of
 from kvtool.store.objects import MAX_NAME, Missing, check_name
@@ -162,8 +163,11 @@ async def get(objects: Reads, state: Its, request: Request, name: Named) -> Resp
     if part is not None:
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
     state.figures.sent.inc(end - begin)
-    body = sent(objects, name, begin, end)
-    return StreamingResponse(body, 206 if part is not None else 200, headers, "application/octet-stream")
+    about = (206 if part is not None else 200, headers, "application/octet-stream")
+    send, path = request.scope["state"].get(SEND), objects.path(name)
+    if send is None or path is None:
+        return StreamingResponse(sent(objects, name, begin, end), *about)
+    return FileResponse(send, path, begin, end, *about)
 
 
 @router.put(

@@ -7,11 +7,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from blake3 import blake3
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from formats.atomic import AtomicFile
 from kvtool.service.connections import REST, Rest
@@ -19,6 +21,7 @@ from kvtool.store.objects import Missing, Objects
 
 PART = 1 << 20  # as large as pays on loopback; a connection holds two of them
 GATHERED = 4 << 20  # of a body: one is received while another is written
+BESIDE = "beside"  # in a message of a body: bytes that went to the connection another way
 T = TypeVar("T")
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
@@ -175,6 +178,37 @@ async def sent(objects: Objects, name: str, begin: int, end: int) -> AsyncIterat
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+class FileResponse(Response):
+    """Bytes [begin, end) of a file, which go from it to the connection without passing through this process.
+
+    Args:
+        send: of the request's state.
+        path: of the file; where it is gone, `Missing` is raised before anything is sent.
+    """
+
+    def __init__(self, send: Callable[[int, int, int], Awaitable[int]], path: Path, begin: int, end: int, *args: Any) -> None:
+        super().__init__(None, *args)
+        self._send, self._path, self._begin, self._end = send, path, begin, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            fd = await run_in_threadpool(os.open, self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise Missing(self._path.name) from None
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            count = await self._send(fd, self._begin, self._end)
+        except TimeoutError:
+            raise BrokenOff("nothing of the answer was taken") from None
+        except OSError as error:
+            raise BrokenOff(str(error)) from error
+        finally:
+            os.close(fd)
+        if count < self._end - self._begin:
+            raise BrokenOff(f"the file ends at {self._begin + count} of {self._end} bytes")
+        await send({"type": "http.response.body", "body": b"", BESIDE: count})
 
 
 def span(header: str | None, size: int) -> tuple[int, int] | None:
