@@ -36,7 +36,7 @@ def serve(
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     access = logging.getLogger("kvtool.service")
-    access.handlers, access.propagate = [handler], False
+    handlers, access.handlers, access.propagate = access.handlers, [handler], False
     access.setLevel(logging.INFO)
     config = uvicorn.Config(
         app,
@@ -66,6 +66,7 @@ def serve(
         raise OSError(f"cannot listen at {host}:{port}, as said above; another --port or --host may do") from None
     finally:
         signal.signal(signal.SIGTERM, before)
+        access.handlers = handlers
         state.objects.close()
 
 

@@ -175,7 +175,7 @@ MUTATIONS = (
     Mutation(FUNCTION, "head-order", "(row % heads) * queries + row / heads : 0", "row : 0", ("D96-group-3",)),
     Mutation(FUNCTION, "entry-not-advanced", "WHOLE ? e % SUB == 0 : e == 0 || d % SUB == 0", "e == 0", ("prime",)),
     Mutation(FUNCTION, "values-from-keys", "v_words = k_words + dims[9] * SUBK", "v_words = k_words", ("prime",)),
-    Mutation(FUNCTION, "negative-index-not-clamped", "code_of(int32_t(four.y))", "four.y", ("negative-index",)),
+    Mutation(FUNCTION, "negative-index-of-four-not-clamped", "code_of(int32_t(four.y))", "four.y", ("negative-index",)),
     Mutation(FUNCTION, "one-index-of-four", "code[e + c] = four[c]", "code[e + c] = four[0]", ("prime",)),
     Mutation(FUNCTION, "many-first-row-only", "int(sg) * 8 + matrix_row(lane)", "matrix_row(lane)", ("many-causal",)),
 )
