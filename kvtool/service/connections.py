@@ -75,8 +75,9 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
             own = -1  # of this connection whatever else becomes of it: another one's must not get these bytes
             try:
                 async with asyncio.timeout(limits.idle_seconds):
+                    await asyncio.sleep(0)  # the loop's next turn sends the head, unless the reader leaves earlier bytes
                     while self.transport.get_write_buffer_size() and not cycle.disconnected:
-                        await asyncio.sleep(0)
+                        await asyncio.sleep(SOON)
                 if cycle.disconnected or self.transport.is_closing():
                     raise ClientDisconnect
                 own, position = os.dup(self.transport.get_extra_info("socket").fileno()), begin
