@@ -253,28 +253,38 @@ def make(case: CodedCase) -> Made:
         shape = (case.heads, case.queries, case.rows)
         mask = rng.random(shape) < 0.5 if case.mask == "bool" else np.zeros(shape, bool)
         s = np.where(mask, s, -np.inf)
-    most = s.max(axis=2, keepdims=True)
-    p = np.exp(s - np.where(np.isinf(most), 0, most))
-    total = p.sum(axis=2, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total)[..., 0] + np.where(np.isinf(most), 0, most)[..., 0]
-    out = p @ values / np.where(total > 0, total, 1)
+    out, lse = attended(s, values)
     given = [None if x is None else mx.array(x) for x in (angles, mask)]
     rows = (spans["k"][0], spans["v"][0], case.rows)
     return Made((mx.array(q), made["k"][0], made["v"][0], rows, *given, case.splits), out, lse)
 
 
+def attended(s: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weighted values (H, R, D) and log-sum-exp (H, R) of scores (H, R, S); zeros and -inf where a row sees nothing."""
+    most = s.max(axis=2, keepdims=True)
+    base = np.where(np.isinf(most), 0, most)
+    p = np.exp(s - base)
+    total = p.sum(axis=2, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + base)[..., 0]
+    return p @ values / np.where(total > 0, total, 1), lse
+
+
 def problem(case: CodedCase) -> str | None:
     """What is wrong with the kernel's result on the back end in force, or None."""
     made = make(case)
-    out, lse = coded_attend(*made.arguments)
+    return unlike(*coded_attend(*made.arguments), made.out, made.lse)
+
+
+def unlike(out: mx.array, lse: mx.array, wanted_out: np.ndarray, wanted_lse: np.ndarray) -> str | None:
+    """Where results of an attention are not within TOLERANCE of float64 ones, or None."""
     if (out.dtype, lse.dtype) != (mx.float32, mx.float32):
         return f"dtypes {out.dtype} and {lse.dtype}"
-    for name, got, want in (("out", np.array(out), made.out), ("lse", np.array(lse), made.lse)):
+    for name, got, want in (("out", np.array(out), wanted_out), ("lse", np.array(lse), wanted_lse)):
         if got.shape != want.shape:
             return f"{name} has shape {got.shape}, not {want.shape}"
         # A score's rounding is relative to its terms: weights move with the largest score.
-        bound = TOLERANCE * max(1.0, float(np.abs(made.lse[np.isfinite(made.lse)]).max(initial=1.0)) / 8)
+        bound = TOLERANCE * max(1.0, float(np.abs(wanted_lse[np.isfinite(wanted_lse)]).max(initial=1.0)) / 8)
         with np.errstate(invalid="ignore"):
             near = (got == want) | (np.abs(got - want) <= bound * np.maximum(1, np.abs(want)))
         if not near.all():
