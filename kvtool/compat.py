@@ -11,7 +11,7 @@ from kvtool.decoding import check_class, rope_of
 from kvtool.encoding import DTYPE_NAMES
 from kvtool.identity_config import config_digest, differences
 from kvtool.probe import CacheProbe
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 OTHER_MODEL = "the file is of another model; kvtool explain says whether a map carries it over"
 

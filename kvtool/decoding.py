@@ -17,7 +17,8 @@ from veloxquant_mlx.codecs import CODECS, Codec, token_blocks
 from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, fits
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.native.mapped import Mapped
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, unrotated
 
 FLOATS = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # mlx-lm class -> (kind of attention, parameters it cannot be built without).

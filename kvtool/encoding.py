@@ -27,7 +27,9 @@ from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.native import converting
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate, undoing, unrotated
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_angles import undoing
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, unrotated
 
 # mlx-lm's own quantised caches are kept verbatim under this id: parts weight, scales, biases.
 MLX_AFFINE = "mlx-affine"

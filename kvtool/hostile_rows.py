@@ -30,7 +30,8 @@ from veloxquant_mlx.allocators.transforms import LayerRows, build_tc
 from veloxquant_mlx.codecs import Codec
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.tcz import Tcz
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, unrotated
 
 HEADS, DIM, TOKENS, DIMS, BASE = 2, 64, (1, 16, 300), (80, 96, 128, 256), 10000.0
 ORDINARY, CORRELATED = "ordinary", "correlated"

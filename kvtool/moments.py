@@ -28,7 +28,8 @@ from kvtool.fisher import PassRows, run_backward, run_forward
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from veloxquant_mlx.allocators.transforms import LayerRows
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, unrotated
 
 CORPUS_TOKENS = 1024  # of each shipped text
 LEAST_TOKENS = 64  # of a piece

@@ -24,7 +24,8 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, make_prompt_cache
 
 from formats.errors import IncompatibleError
-from veloxquant_mlx.transfer.rope import RopeSpec, UnknownRope, describe_rope, is_rope, mlx_rope
+from veloxquant_mlx.transfer.rope_angles import mlx_rope
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, UnknownRope, describe_rope, is_rope
 
 PROBE_IDS = (1, 2)  # two batch rows: twice the energy in every pair, and no reliance on one token
 FAR = 100_003

@@ -29,7 +29,8 @@ from kvtool.rope_limits import MAX_BASE
 from kvtool.states import Quantized
 from veloxquant_mlx.codecs import Codec, CodecPlan
 from veloxquant_mlx.codecs.raw import Raw
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 # mx.fast.rope counts positions in int32.
 MAX_POSITION = 1 << 31

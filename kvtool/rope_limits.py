@@ -1,6 +1,6 @@
 """The rotations that a file may describe: what lies beyond has lost its meaning in float32 or float64, and is neither read nor written."""
 
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 # Faster than any RoPE turns (1 rad a token, a few with odd scalings): beyond it angles have lost their meaning in float64.
 MAX_FREQUENCY = 1e4

@@ -21,7 +21,8 @@ from veloxquant_mlx.codecs._base import FLOAT16_MAX
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.tc import Tc
-from veloxquant_mlx.transfer.rope import rotate, unrotated
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import unrotated
 
 MLX_BITS = (2, 3, 4, 6, 8)
 

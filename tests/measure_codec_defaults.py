@@ -17,7 +17,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load
 
 from veloxquant_mlx.codecs import Codec, CodecPlan, parse_codec
-from veloxquant_mlx.transfer.rope import RopeSpec, describe_rope, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, describe_rope
 
 TEXTS = sorted((Path(__file__).parent / "texts").glob("*.txt"))
 PREFIX, SUFFIX = 512, 256

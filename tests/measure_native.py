@@ -26,7 +26,8 @@ from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import Codec, parse_codec
 from veloxquant_mlx.codecs._base import DTYPES
 from veloxquant_mlx.codecs.tc import Tc
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 HEADS, GROUPS, DIM, CODED, CALLS = 8, 4, 128, 1024, 15
 ROPE = RopeSpec("default", DIM, base=1e6)

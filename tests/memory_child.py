@@ -20,7 +20,7 @@ from kvtool.capturing import Snapshot
 from kvtool.probe import CacheProbe, RoleProbe
 from kvtool.snapshot import build_caches
 from kvtool.states import CacheState
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 LAYERS, HEADS, ROWS, DIM = 28, 4, 7000, 64
 ROPE = RopeSpec("default", DIM, base=10000.0)

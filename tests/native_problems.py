@@ -21,7 +21,7 @@ from tests.test_coded import assert_close, bias_of, queries, rows_of_block, stac
 from veloxquant_mlx import native
 from veloxquant_mlx.caches.blocks import Block
 from veloxquant_mlx.codecs.tc import KeyReader, Predictor, ValueReader
-from veloxquant_mlx.transfer.rope import cos_sin
+from veloxquant_mlx.transfer.rope_angles import cos_sin
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "veloxquant_mlx" / "native" / "src"

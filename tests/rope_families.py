@@ -31,7 +31,7 @@ from kvtool.states import CacheState
 from tests.library import loaded
 from tests.tiny_random import _TEXT_CONFIG, NOT_BUILT, _source, build_file, file_config, model_files, tokens
 from veloxquant_mlx.caches import families
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 RESULT = Path(__file__).parent / "results" / "rope-families.md"
 IDS = tokens(12, seed=1)[0].tolist()

@@ -36,7 +36,7 @@ from kvtool.states import CacheState, leaves
 from tests.library import digests, equal, f64, fill, ids, loaded, run, saved, tiny, twin
 from tests.tiny_random import FAMILIES, VOCAB, WINDOW, build
 from veloxquant_mlx.codecs import BLOCK_VALUES, parse_codec
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 # Single tokens and chunks, the second chunk longer than what is left of the window.
 GO_ON = (1, 1, 3, 1, WINDOW + 1, 1, 2)

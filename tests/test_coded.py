@@ -33,7 +33,8 @@ from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.metal.fused_sdpa import is_patched, patch_mlx_lm_for_fused_sdpa, unpatch_mlx_lm
-from veloxquant_mlx.transfer.rope import RopeSpec, _page, cos_sin
+from veloxquant_mlx.transfer.rope_angles import _page, cos_sin
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 HEADS, GROUPS, DIM = 2, 3, 16
 ROPES = {

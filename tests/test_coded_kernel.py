@@ -19,7 +19,7 @@ from veloxquant_mlx.metal._backend import backend, forced
 from veloxquant_mlx.metal._coded_attend import coded_attend
 from veloxquant_mlx.metal._kernel import Kernel, using
 from veloxquant_mlx.selftest.run import Dispatch
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 
 def dispatches(cases: Sequence[CodedCase], name: Any = "metal") -> list[Dispatch]:

@@ -15,7 +15,8 @@ from veloxquant_mlx.allocators.planes import allocate, distortions, split
 from veloxquant_mlx.codecs import CODECS, parse_codec
 from veloxquant_mlx.codecs._base import BLOCK_VALUES
 from veloxquant_mlx.codecs.commvq import CommVq
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 
 def keys(shape: tuple[int, int, int], seed: int = 0) -> mx.array:

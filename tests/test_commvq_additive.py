@@ -16,7 +16,8 @@ from veloxquant_mlx.allocators.additive import AdditiveTables, build_additive, s
 from veloxquant_mlx.allocators.transforms import inverse
 from veloxquant_mlx.codecs import CODECS, _base, parse_codec
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 SPECS = ("commvq-1:additive", "commvq-1.5:additive", "commvq-2:additive", "commvq-3:additive", "commvq-2:additive:carry")
 SIZES = ((2, 32), (3, 16), (1, 36))

@@ -17,7 +17,7 @@ from veloxquant_mlx.codecs import CODECS, parse_codec
 from veloxquant_mlx.codecs._base import BLOCK_VALUES
 from veloxquant_mlx.codecs.commvq_product import CommVqProduct
 from veloxquant_mlx.metal import comm_vq_decode_metal
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 CASES = (CommVqProduct(4), CommVqProduct(8), CommVqProduct(4, 4, 16), CommVqProduct(8, 0, 20))
 

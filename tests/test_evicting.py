@@ -25,7 +25,8 @@ from veloxquant_mlx.caches import evicting_rows, hook
 from veloxquant_mlx.caches.evicting import EvictingCache, H2OCache, KeyformerCache, QFiltersCache, gumbel, query_filters
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs._base import RoleName
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 HEADS, GROUPS, DIM, VALUES = 2, 3, 16, 8
 BASE = 500.0

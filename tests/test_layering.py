@@ -13,8 +13,8 @@ STDLIB = set(sys.stdlib_module_names)
 ALLOWED = {
     "formats": {"numpy", "safetensors", "zstandard", "blake3"},
     "veloxquant_mlx.allocators": {"mlx", "numpy", "veloxquant_mlx.native"},
-    "veloxquant_mlx.transfer.rope": {"mlx", "numpy", "veloxquant_mlx.native"},
-    "veloxquant_mlx.metal": {"mlx", "numpy", "veloxquant_mlx.native", "veloxquant_mlx.allocators", "veloxquant_mlx.transfer.rope"},
+    "veloxquant_mlx.transfer": {"mlx", "numpy", "veloxquant_mlx.native"},
+    "veloxquant_mlx.metal": {"mlx", "numpy", "veloxquant_mlx.native", "veloxquant_mlx.allocators", "veloxquant_mlx.transfer"},
     # The patch of mlx-lm's attention is part of the kernels' specification.
     "veloxquant_mlx.metal.fused_sdpa": {"mlx", "mlx_lm", "numpy", "veloxquant_mlx.metal", "veloxquant_mlx.allocators"},
     "veloxquant_mlx.native": {"mlx", "numpy", "formats"},
@@ -25,7 +25,7 @@ ALLOWED = {
         "veloxquant_mlx.native",
         "veloxquant_mlx.metal",
         "veloxquant_mlx.allocators",
-        "veloxquant_mlx.transfer.rope",
+        "veloxquant_mlx.transfer",
         "formats",
     },
     "veloxquant_mlx.caches": {
@@ -36,7 +36,7 @@ ALLOWED = {
         "veloxquant_mlx.native",
         "veloxquant_mlx.metal",
         "veloxquant_mlx.allocators",
-        "veloxquant_mlx.transfer.rope",
+        "veloxquant_mlx.transfer",
         "formats",
     },
     "veloxquant_mlx.selftest.oracles": {"numpy"},
@@ -46,7 +46,7 @@ ALLOWED = {
         "formats",
         "veloxquant_mlx.metal",
         "veloxquant_mlx.allocators",
-        "veloxquant_mlx.transfer.rope",
+        "veloxquant_mlx.transfer",
     },
     "kvtool.tiny.training": {"numpy", "torch", "tokenizers", "safetensors", "mlx", "mlx_lm", "kvtool"},
     "kvtool.store.buckets": {"kvtool", "formats", "obstore"},

@@ -27,7 +27,7 @@ from kvtool.probe import probe_model
 from tests import tiny_random
 from tests.library import equal, f64, ids, loaded, tiny
 from tests.oracles import interleaved_from_half, rotated
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 SINK, RECENT, TOKENS = 4, 8, 64
 ATTENTION = "scaled_dot_product_attention"

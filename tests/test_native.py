@@ -22,7 +22,7 @@ from veloxquant_mlx.codecs.qjl import Qjl
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.native import attending
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 pytestmark = pytest.mark.skipif(not native.built(), reason="the native back end was not built")
 

@@ -16,7 +16,8 @@ from veloxquant_mlx.caches.blocks import Block
 from veloxquant_mlx.caches.coded import Fetched, Growth
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.native import attending
-from veloxquant_mlx.transfer.rope import PAGE, RopeSpec
+from veloxquant_mlx.transfer.rope_angles import PAGE
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 pytestmark = pytest.mark.skipif(not native.built(), reason="the native back end was not built")
 

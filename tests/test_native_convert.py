@@ -23,7 +23,9 @@ from veloxquant_mlx.codecs._base import DTYPES
 from veloxquant_mlx.native import converting
 from veloxquant_mlx.native.buffers import LEAST_BYTES, empty
 from veloxquant_mlx.native.mapped import Mapped
-from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_angles import PAGE
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 pytestmark = pytest.mark.skipif(not native.built(), reason="the native back end was not built")
 

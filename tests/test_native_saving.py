@@ -19,7 +19,8 @@ from veloxquant_mlx import native
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs._base import Codec
 from veloxquant_mlx.native.encoding import Undo
-from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, undoing
+from veloxquant_mlx.transfer.rope_angles import PAGE, undoing
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 pytestmark = pytest.mark.skipif(not native.built(), reason="the native back end was not built")
 

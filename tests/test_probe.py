@@ -16,7 +16,8 @@ import kvtool.probe
 from formats.errors import IncompatibleError
 from kvtool.probe import ArrayProbe, CacheProbe, RoleProbe, probe_model
 from tests import tiny_random
-from veloxquant_mlx.transfer.rope import RopeSpec, UnknownRope, describe_rope, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, UnknownRope, describe_rope
 
 _DENSE = {
     "vocab_size": 97,

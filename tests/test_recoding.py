@@ -23,7 +23,7 @@ from kvtool.model import LoadedModel
 from kvtool.states import CacheState
 from tests.library import digests, f64, fill, ids, loaded, renamed, run, saved, tiny, twin
 from tests.tiny_random import WINDOW, build
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 COUNT = 24
 GO_ON = (1, 3, 1, 2)

@@ -19,7 +19,9 @@ import veloxquant_mlx.transfer.rope as rope
 from tests import oracles, tiny_random
 from veloxquant_mlx.metal import metal_available
 from veloxquant_mlx.metal._crosskv_rope import crosskv_rope_recode, is_available
-from veloxquant_mlx.transfer.rope import METHODS, RopeSpec, UnknownRope, cos_sin, describe_rope, rotate
+from veloxquant_mlx.transfer.rope import METHODS, rotate
+from veloxquant_mlx.transfer.rope_angles import cos_sin
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, UnknownRope, describe_rope
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 POSITIONS = (10, 5_000, 50_000, 131_072, 1_000_000)

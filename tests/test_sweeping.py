@@ -34,7 +34,7 @@ from tests.library import run as run_model
 from tests.texts import text
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs.rvq import Rvq
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 PREFIX, N, SINK, RECENT = 100, 120, 4, 16
 SPECS = ("raw", "rvq-2", "rvq-3", "rvq-4", "rabitq", "affine-4", "k=rvq-4,v=rvq-2,frame=post", "mlx-4", "mlx-8", "fp8")

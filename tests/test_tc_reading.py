@@ -11,7 +11,8 @@ from veloxquant_mlx.caches.blocks import Block, CodedRows, merged
 from veloxquant_mlx.caches.visibility import Visibility
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs.tc import Tc
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 HEADS, GROUP, DIM = 2, 3, 64
 ROPE = RopeSpec("default", DIM, base=10_000.0)

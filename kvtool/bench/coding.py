@@ -29,7 +29,8 @@ from veloxquant_mlx.codecs._rotation import signs
 from veloxquant_mlx.codecs.affine import Affine
 from veloxquant_mlx.codecs.qjl import Qjl
 from veloxquant_mlx.codecs.raw import Raw
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 CODECS = ("rvq-4", "rvq-2", "affine-4", "rabitq", "rabitq-4", "tc-2.05")
 PACKED_BITS = (1, 2, 4)

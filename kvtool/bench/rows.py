@@ -25,7 +25,7 @@ from veloxquant_mlx.codecs import CodecPlan, parse_codec
 from veloxquant_mlx.codecs._base import Frame
 from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.tc import Tc
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 OUTLIERS, BASE, CALIBRATED = 4, 500000.0, 1024
 # White noise leaves a transform code nothing to transform: `tc-2.05` would give bits to 92 % of keys' components, and attention would have

@@ -17,7 +17,8 @@ from kvtool.compat import tokenizer_difference
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.snapshot import take_states
-from veloxquant_mlx.transfer.rope import RopeSpec, rotate, unrotated
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, unrotated
 
 LENGTH = 256  # tokens of a piece
 PIECES = 64

@@ -29,7 +29,8 @@ from kvtool.decoding import rope_of
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe
 from kvtool.states import CacheState
-from veloxquant_mlx.transfer.rope import rotate, unrotated
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_spec import unrotated
 
 Rows = Callable[[int], np.ndarray]
 AGAIN = "kvtool check looks at the file, kvtool fit makes another map; else run the prompt again"

@@ -77,7 +77,7 @@ CALIBRATING = (
     "kvtool.probe",
     "veloxquant_mlx.allocators",
     "veloxquant_mlx.codecs.commvq_additive",
-    "veloxquant_mlx.transfer.rope",
+    "veloxquant_mlx.transfer",
 )
 INTERVAL = f"a 95 % interval (bootstrap over blocks of {BLOCK} positions)"
 PACKAGES = ("formats", "kvtool", "veloxquant_mlx")

@@ -31,7 +31,9 @@ from veloxquant_mlx.metal._component_attend import component_attend
 from veloxquant_mlx.metal._component_operand import ComponentKeys
 from veloxquant_mlx.native import attending, converting
 from veloxquant_mlx.native.mapped import Mapped
-from veloxquant_mlx.transfer.rope import PAGE, RopeSpec, cos_sin, half_split, native_pages, rotate, undoing, unrotated
+from veloxquant_mlx.transfer.rope import half_split, rotate
+from veloxquant_mlx.transfer.rope_angles import PAGE, cos_sin, native_pages, undoing
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, unrotated
 
 TILE_VALUES = {"cpu": 1 << 17, "gpu": 1 << 22}  # of keys in a tile: a core's cache, or enough to fill a GPU
 TILE_STEP = 64  # tokens of a tile are a multiple of it

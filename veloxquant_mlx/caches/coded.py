@@ -29,7 +29,7 @@ from veloxquant_mlx.codecs._base import FLOAT16_MAX, FLOATS, Codec
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.native import attending
 from veloxquant_mlx.native.attending import Shared, Tail
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 BLOCK = 256  # rows that leave the tail together: a codec that stores a mean of its rows stores one for them
 STEP = 64  # rows that the tail's buffers grow by

@@ -40,7 +40,7 @@ from veloxquant_mlx.metal._evict import check_flag, check_number
 from veloxquant_mlx.metal._h2o_evict import h2o_fused_evict
 from veloxquant_mlx.metal._keyformer_evict import keyformer_fused_evict
 from veloxquant_mlx.metal._qfilters_evict import QFILTERS_MAX_BUDGET, qfilters_fused_evict, qfilters_score
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 BLOCK = 256  # tokens whose proxy queries are multiplied with the keys at once
 NOISE_ROWS = 256  # positions whose noise comes from one random key

@@ -14,7 +14,9 @@ from veloxquant_mlx.codecs import CodecPlan
 from veloxquant_mlx.codecs._base import Codec, RoleName
 from veloxquant_mlx.codecs._rotated import encode_centred
 from veloxquant_mlx.codecs.raw import Raw
-from veloxquant_mlx.transfer.rope import RopeSpec, mlx_rope, rotate, unrotated
+from veloxquant_mlx.transfer.rope import rotate
+from veloxquant_mlx.transfer.rope_angles import mlx_rope
+from veloxquant_mlx.transfer.rope_spec import RopeSpec, unrotated
 
 Tiles = Callable[[], Iterator[mx.array]]  # keys (H, t, D) of the rows held, as rotated now, a tile at a time
 

@@ -46,7 +46,7 @@ from veloxquant_mlx.codecs._bits import pack, unpack
 from veloxquant_mlx.codecs._codewords import NativeReader, codewords, float32
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.native import converting, encoding, searching
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 MAX_TABLE_BITS = 8
 MAX_ROPE = 1 << 20

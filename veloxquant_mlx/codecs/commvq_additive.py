@@ -29,7 +29,7 @@ from veloxquant_mlx.codecs._reading import RowReader
 from veloxquant_mlx.codecs.rvq import Rvq
 from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, Quantisers
 from veloxquant_mlx.native import converting
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 RATES = (1.0, 1.5, 2.0, 3.0)
 CARRIED = "carried"

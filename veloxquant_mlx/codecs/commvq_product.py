@@ -53,7 +53,7 @@ from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.metal._comm_vq import comm_vq_decode_metal
 from veloxquant_mlx.metal._vecinfer import vecinfer_quantize_metal
 from veloxquant_mlx.native import converting, searching
-from veloxquant_mlx.transfer.rope import RopeSpec
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 SUBS = {"1": 8, "2": 4}  # bits a value: entries of a word
 WORDS = 256  # a code is a byte

@@ -11,7 +11,8 @@ import numpy as np
 from veloxquant_mlx.metal._backend import backend, metal_available
 from veloxquant_mlx.metal._checks import FLOATS, INTEGERS, check_array, message, require, shape_text
 from veloxquant_mlx.metal._kernel import Kernel, dims
-from veloxquant_mlx.transfer.rope import RopeSpec, recode_rope
+from veloxquant_mlx.transfer.rope import recode_rope
+from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 MAX_VALUES = (1 << 31) - 1024  # a grid and the sizes in `dims` are int32
 TABLE_ROWS = 1 << 14  # positions whose float64 angles are held at a time
