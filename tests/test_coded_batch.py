@@ -19,7 +19,8 @@ from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
 from tests import tiny_random
 from veloxquant_mlx import native
-from veloxquant_mlx.caches.batch import BatchCodedKVCache, BatchFetched, Row
+from veloxquant_mlx.caches.batch import BatchCodedKVCache
+from veloxquant_mlx.caches.batch_fetched import BatchFetched, Row
 from veloxquant_mlx.caches.blocks import Block
 from veloxquant_mlx.caches.coded import BLOCK, CodedKVCache, Growth
 from veloxquant_mlx.codecs import parse_codec

@@ -11,7 +11,7 @@ from tests import tc_cases
 from tests.test_coded import assert_close, rows_of_block
 from tests.test_native import level  # noqa: F401
 from veloxquant_mlx import native
-from veloxquant_mlx.caches.batch import BatchFetched, Row
+from veloxquant_mlx.caches.batch_fetched import BatchFetched, Row
 from veloxquant_mlx.caches.blocks import Block
 from veloxquant_mlx.caches.coded import Fetched, Growth
 from veloxquant_mlx.codecs import parse_codec
