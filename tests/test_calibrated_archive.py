@@ -27,7 +27,8 @@ from kvtool.states import CacheState
 from tests.library import calibration_of, digests, f64, ids, rewrite, tiny
 from tests.texts import text
 from veloxquant_mlx import codecs
-from veloxquant_mlx.allocators.transforms import TcTables, mix_widths
+from veloxquant_mlx.allocators.carried_tables import mix_widths
+from veloxquant_mlx.allocators.transforms import TcTables
 from veloxquant_mlx.codecs import parse_codec, tc
 from veloxquant_mlx.codecs._base import Codec, Frame, Given, Layout, RoleName, Shape
 

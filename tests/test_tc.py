@@ -16,19 +16,9 @@ from formats.errors import ManifestError
 from tests import codec_oracles
 from tests.golden import make_tc as golden
 from tests.tc_cases import DIGEST, bound, layer, tables
+from veloxquant_mlx.allocators.carried_tables import carried_values, mix_widths, rounded_keys
 from veloxquant_mlx.allocators.shapes import SHAPES
-from veloxquant_mlx.allocators.transforms import (
-    LayerRows,
-    TcTables,
-    ValueTables,
-    build_tc,
-    carried_values,
-    key_tables,
-    mix_widths,
-    rounded_keys,
-    value_tables,
-    widths_for,
-)
+from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, ValueTables, build_tc, key_tables, value_tables, widths_for
 from veloxquant_mlx.codecs import CODECS, _base, parse_codec
 from veloxquant_mlx.codecs._components import BLOCK, Components
 from veloxquant_mlx.codecs.tc import STEPS, ZERO, Tc, scale_codes

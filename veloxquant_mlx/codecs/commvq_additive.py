@@ -22,7 +22,8 @@ import numpy as np
 from formats.errors import ManifestError
 from veloxquant_mlx import native
 from veloxquant_mlx.allocators.additive import WORDS, AdditiveTables, most_stages, nearest
-from veloxquant_mlx.allocators.transforms import dequantised, inverse, quantised
+from veloxquant_mlx.allocators.carried_tables import dequantised, quantised
+from veloxquant_mlx.allocators.transforms import inverse
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, Codec, Frame, Given, Layout, Parts, RoleName, Shape, token_blocks
 from veloxquant_mlx.codecs._codewords import codewords
 from veloxquant_mlx.codecs._reading import RowReader

@@ -24,27 +24,29 @@ import numpy as np
 
 from formats.errors import ManifestError
 from veloxquant_mlx import native
+from veloxquant_mlx.allocators.carried_tables import (
+    FORWARD_BITS,
+    CarriedValues,
+    RowCodes,
+    carried_values,
+    dequantised,
+    joined,
+    mix_widths,
+    quantised,
+    rounded_keys,
+)
 from veloxquant_mlx.allocators.shapes import MAX_BITS, SHAPES
 from veloxquant_mlx.allocators.transforms import (
-    FORWARD_BITS,
     GAUSSIAN,
     LEAST_RATE,
     MOST_RATE,
     SCALE_BITS,
     VALUE_BITS,
-    CarriedValues,
     KeyTables,
-    RowCodes,
     TcTables,
     TcWidths,
     ValueTables,
-    carried_values,
-    dequantised,
-    joined,
     key_tables,
-    mix_widths,
-    quantised,
-    rounded_keys,
     value_tables,
 )
 from veloxquant_mlx.codecs._base import FLOAT16_MAX, SMALLEST, Codec, Frame, Given, Layout, RoleName, Shape, reciprocal, token_blocks
