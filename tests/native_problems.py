@@ -20,7 +20,7 @@ import pytest
 from tests.test_coded import assert_close, bias_of, queries, rows_of_block, stacked
 from veloxquant_mlx import native
 from veloxquant_mlx.caches.blocks import Block
-from veloxquant_mlx.codecs.tc import KeyReader, Predictor, ValueReader
+from veloxquant_mlx.codecs.tc_tables import KeyReader, Predictor, ValueReader
 from veloxquant_mlx.transfer.rope_angles import cos_sin
 
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,8 @@ from veloxquant_mlx.allocators.shapes import SHAPES
 from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, ValueTables, build_tc, key_tables, value_tables, widths_for
 from veloxquant_mlx.codecs import CODECS, _base, parse_codec
 from veloxquant_mlx.codecs._components import BLOCK, Components
-from veloxquant_mlx.codecs.tc import STEPS, ZERO, Tc, scale_codes
+from veloxquant_mlx.codecs.tc import STEPS, Tc, scale_codes
+from veloxquant_mlx.codecs.tc_tables import ZERO
 
 SPECS = ("tc-1.25", "tc-2", "tc-3.7:seed=9223372036854775807", "tc-6", "tc-2:carry")
 SIZES = ((2, 64), (3, 6), (1, 36))

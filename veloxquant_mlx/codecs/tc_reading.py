@@ -29,13 +29,12 @@ from veloxquant_mlx.codecs._base import Given, Shape
 from veloxquant_mlx.codecs._components import BLOCK
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs._rotation import matrix, native_factors
+from veloxquant_mlx.codecs.tc_tables import FAR, WILD, KeyReader, Predictor
 from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues, in_words
 
 if TYPE_CHECKING:
-    from veloxquant_mlx.codecs.tc import KeyReader, Predictor, Tc
-
-FAR = 1e18  # a row is that far from the mean at most
-WILD = 64.0  # standard deviations that a predicting component moves at most
+    from veloxquant_mlx.codecs.tc_tables import KeyReader, Predictor
+from veloxquant_mlx.codecs.tc import Tc
 
 
 class TcKeyRows(RowReader):
@@ -140,7 +139,7 @@ class TcValueRows(RowReader):
         return ComponentValues(components, in_words(self.parts["scales"]), sizes, turn, *held[1])
 
 
-def linear(predictor: "Predictor", keys: "KeyReader") -> tuple[np.ndarray | None, np.ndarray]:
+def linear(predictor: Predictor, keys: KeyReader) -> tuple[np.ndarray | None, np.ndarray]:
     """M (n, H, D) and c (H, D), float32, of predictions M^T y^ + c; no M where a key's limits could bind, for they are not linear.
 
         y~ = limited(limited(y^ back + mean - k_mean) forward),   v = v_mean + W^T y~
@@ -153,7 +152,7 @@ def linear(predictor: "Predictor", keys: "KeyReader") -> tuple[np.ndarray | None
     return held[1:]
 
 
-def _linear(predictor: "Predictor", keys: "KeyReader") -> tuple[np.ndarray | None, np.ndarray]:
+def _linear(predictor: Predictor, keys: KeyReader) -> tuple[np.ndarray | None, np.ndarray]:
     heads, dim, components = predictor.heads, predictor.dim, keys.components
     first = components.stored(heads)[0]
     reaches = np.array([np.abs(components.table(i)).max() for i in np.flatnonzero(components.widths)])
