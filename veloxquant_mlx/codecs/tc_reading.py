@@ -33,8 +33,7 @@ from veloxquant_mlx.codecs.tc_tables import FAR, WILD, KeyReader, Predictor
 from veloxquant_mlx.metal._component_operand import ComponentKeys, Components, ComponentValues, in_words
 
 if TYPE_CHECKING:
-    from veloxquant_mlx.codecs.tc_tables import KeyReader, Predictor
-from veloxquant_mlx.codecs.tc import Tc
+    from veloxquant_mlx.codecs.tc import Tc
 
 
 class TcKeyRows(RowReader):
