@@ -18,11 +18,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvtool.binding import bind, layer_sources, own_moments
 from kvtool.calibrations import Calibration
 from kvtool.capturing import prefill
-from kvtool.encoding import scalar, split_rows
+from kvtool.encoding import split_rows
 from kvtool.model import LoadedModel
 from kvtool.moments import Moments
 from kvtool.probe import CacheProbe, probe_model
 from kvtool.roundtrip import Roundtrip, parse_roundtrip
+from kvtool.segment_work import scalar
 from kvtool.snapshot import build_caches, take_states
 from kvtool.states import CacheState
 from kvtool.streaming_cache import streaming_caches

@@ -17,10 +17,11 @@ import numpy as np
 
 from formats.errors import IncompatibleError
 from kvtool.calibrations import Calibration, is_calibrated, kind_of
-from kvtool.encoding import Positions, RoleSource, source_of, sources_of, split_rows, stripped, takes_dim
+from kvtool.encoding import Positions, RoleSource, source_of, sources_of, split_rows, takes_dim
 from kvtool.model import LoadedModel
 from kvtool.moments import LEAST_TOKENS, Moments, collect
 from kvtool.probe import CacheProbe
+from kvtool.segment_work import stripped
 from kvtool.states import CacheState
 from veloxquant_mlx.allocators.additive import AdditiveTables, build_shared
 from veloxquant_mlx.allocators.predictors import TczTables, step_for

@@ -10,7 +10,7 @@ from formats.container import Reader
 from formats.errors import IncompatibleError, counted
 from formats.manifest import CacheInfo
 from kvtool.decoding import Decoder
-from kvtool.encoding import energy
+from kvtool.segment_work import energy
 from kvtool.states import Quantized
 
 

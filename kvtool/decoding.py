@@ -9,8 +9,9 @@ from formats.container import Reader
 from formats.errors import IncompatibleError, KVError, ManifestError, counted
 from formats.manifest import CacheInfo, CodecInfo, Role, Segment, StateArray
 from kvtool.calibrations import KINDS, Shelf
-from kvtool.encoding import DTYPE_NAMES, MLX_AFFINE, Positions, decode_blocks, takes_dim
+from kvtool.encoding import DTYPE_NAMES, MLX_AFFINE, Positions, takes_dim
 from kvtool.rope_limits import MAX_ROPE_DIMS, beyond_limits
+from kvtool.segment_work import decode_blocks
 from kvtool.states import CacheState, Quantized
 from veloxquant_mlx.caches.blocks import CodedRows
 from veloxquant_mlx.codecs import CODECS, Codec, token_blocks

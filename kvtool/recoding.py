@@ -21,11 +21,12 @@ from kvtool.binding import Binding, LayerSource, bind, own_moments
 from kvtool.calibrations import KINDS, Calibration, is_calibrated, resolve
 from kvtool.compat import check_layers, computing_problems, tokenizer_difference
 from kvtool.decoding import FLOATS, check_role, codec_of, part_dtypes, rope_of
-from kvtool.encoding import MLX_AFFINE, Encoder, Positions, RoleSource, SegmentWork, codec_plan
+from kvtool.encoding import MLX_AFFINE, Encoder, Positions, RoleSource, codec_plan
 from kvtool.hidden import inputs_left_out
 from kvtool.model import LoadedModel
 from kvtool.probe import CacheProbe, RoleProbe, probe_model
 from kvtool.rope_limits import MAX_BASE
+from kvtool.segment_work import SegmentWork
 from kvtool.states import Quantized
 from veloxquant_mlx.codecs import Codec, CodecPlan
 from veloxquant_mlx.codecs.raw import Raw

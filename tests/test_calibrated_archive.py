@@ -21,8 +21,9 @@ from kvtool.binding import bind, layer_sources, metric_of
 from kvtool.calibrations import Calibration
 from kvtool.capturing import Snapshot
 from kvtool.cli import run
-from kvtool.encoding import Encoder, stripped
+from kvtool.encoding import Encoder
 from kvtool.model import LoadedModel
+from kvtool.segment_work import stripped
 from kvtool.states import CacheState
 from tests.library import calibration_of, digests, f64, ids, rewrite, tiny
 from tests.texts import text

@@ -9,7 +9,7 @@ import pytest
 
 import kvtool
 from formats.errors import ManifestError
-from kvtool.encoding import decode_blocks
+from kvtool.segment_work import decode_blocks
 from tests import codec_oracles as oracle
 from tests.library import ids, tiny
 from tests.test_codecs import bits_of, numpy64, sample

@@ -13,8 +13,8 @@ import pytest
 from formats.container import open_container
 from kvtool.archive import save
 from kvtool.capturing import capture
-from kvtool.encoding import stripped
 from kvtool.model import LoadedModel
+from kvtool.segment_work import stripped
 from tests import codec_oracles as oracle
 from tests.texts import text
 from veloxquant_mlx import native

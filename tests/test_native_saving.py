@@ -12,9 +12,9 @@ import pytest
 from formats.container import open_container
 from kvtool.archive import save
 from kvtool.bench.filing import synthetic
-from kvtool.encoding import stripped
 from kvtool.model import LoadedModel
 from kvtool.probe import probe_model
+from kvtool.segment_work import stripped
 from veloxquant_mlx import native
 from veloxquant_mlx.codecs import parse_codec
 from veloxquant_mlx.codecs._base import Codec
@@ -126,7 +126,7 @@ def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_are_those_of_three_passes(codec: str, tiny_a: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot, files = synthetic(tiny_a, probe_model(tiny_a.model), 300, 3), (tmp_path / "a.kv", tmp_path / "b.kv")
     save(snapshot, files[0], codec=codec)
-    monkeypatch.setattr("kvtool.encoding.converting", SimpleNamespace(in_use=lambda dim: False))
+    monkeypatch.setattr("kvtool.segment_work.converting", SimpleNamespace(in_use=lambda dim: False))
     save(snapshot, files[1], codec=codec)
     digests, quality = [], []
     for path in files:

@@ -77,9 +77,9 @@ PASSKEY_ARMS: dict[str, float | None] = {OWN: None, "rvq-4": 2.0, "affine-4": 2.
 OTHER_ARMS: dict[str, float | None] = {OWN: None, "rvq-4": None, "tc-2.5": None}
 OTHER_PROMPTS, OTHER_TOKENS, OTHER_SEED, BLOCK = 50, 500, 1, 10
 # What files and answers are kept under: digests of the sources that they depend on.
+ENCODERS = ("kvtool.encoding", "kvtool.segment_work", "kvtool.binding")
 ENCODED_BY = sources_digest(
-    ("formats", "veloxquant_mlx.codecs", "veloxquant_mlx.allocators", "veloxquant_mlx.transfer", "kvtool.encoding", "kvtool.binding"),
-    frozenset(),
+    ("formats", "veloxquant_mlx.codecs", "veloxquant_mlx.allocators", "veloxquant_mlx.transfer", *ENCODERS), frozenset()
 )[:16]
 ANSWERED_BY = sources_digest()[:16]
 
