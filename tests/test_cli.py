@@ -190,6 +190,9 @@ def test_inspect_check_diff(files: dict[str, Path], capsys: pytest.CaptureFixtur
     assert out_json(capsys, run(["diff", str(files["raw"]), str(files["raw"]), "--values", "--json"]))["same"]
     differ = out_json(capsys, run(["diff", str(files["raw"]), str(files["rvq"]), "--values", "--json"]), expected=1)
     assert not differ["same"] and all(0 < v["relative_error"] < 0.1 for v in differ["values"])
+    assert run(["diff", str(files["rvq"]), str(files["raw"])]) == 1
+    text = capsys.readouterr().out
+    assert "characters)" in text and max(map(len, text.splitlines())) < 400
 
 
 def test_check_names_the_defect(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

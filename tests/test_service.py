@@ -201,6 +201,8 @@ def test_objects(client: TestClient) -> None:
         ("bytes=1-2,4-5", 200, slice(0, None)),
         ("lines=1-2", 200, slice(0, None)),
         ("bytes=-", 200, slice(0, None)),
+        ("bytes=5-" + "9" * 1000, 206, slice(5, None)),
+        ("bytes=5-" + "9" * 5000, 200, slice(0, None)),
     ],
 )
 def test_ranges(client: TestClient, header: str, status: int, part: slice) -> None:
@@ -271,6 +273,10 @@ def test_bodies_that_are_not_what_they_say(client: TestClient, tmp_path: Path) -
         ("/v1/lookup", b'{"tokens": [4294967296]}', 422),
         ("/v1/lookup", b'{"tokens": [1.5]}', 422),
         ("/v1/lookup", b'{"tokens": "12"}', 422),
+        ("/v1/lookup", b'{"tokens": ["1"]}', 422),
+        ("/v1/lookup", b'{"tokens": [true]}', 422),
+        ("/v1/lookup", b'{"tokens": [1], "models": {}}', 422),
+        ("/v1/lookup", b'{"tokens": [1], "model": {"weight": "x"}}', 422),
         ("/v1/lookup", b"\xff\xfe", 422),
         ("/v1/lookup", b"", 422),
         ("/v1/explain", b'{"weights": "../x"}', 422),
@@ -282,6 +288,13 @@ def test_json_bodies(client: TestClient, path: str, body: bytes, status: int) ->
     answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     assert status in (200, 204) or answer.json()["error"]["what"]
+
+
+def test_a_body_that_is_not_said_to_be_json(client: TestClient) -> None:
+    """As curl sends it unless told otherwise: the answer says what to send."""
+    form = client.post("/v1/lookup", content=b'{"tokens": [1]}', headers={"Content-Type": "application/x-www-form-urlencoded"})
+    assert form.status_code == 422 and "Content-Type: application/json" in form.json()["error"]["hint"]
+    assert client.post("/v1/lookup", content=b"[]", headers={"Content-Type": "application/json"}).json()["error"]["hint"] is None
 
 
 def test_bodies_without_announced_length_are_bounded(client: TestClient) -> None:

@@ -99,14 +99,15 @@ def test_where_it_cannot_listen(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "x.pem" in capsys.readouterr().err
 
 
-def test_stop_lets_requests_end(tmp_path: Path) -> None:
-    """SIGTERM while an object is sent: it is sent to its end, and the process ends by itself."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop_lets_requests_end(tmp_path: Path, number: signal.Signals) -> None:
+    """SIGTERM or ^C while an object is sent: it is sent to its end, and the process ends by itself."""
     data = os.urandom(30_000_000)
     with service(tmp_path / "store", "--no-tokens") as found:
         Served(found.address).write("big", data)
         with raw(found.port, "GET /v1/objects/big HTTP/1.1\nHost: localhost\n") as sock:
             got = sock.recv(1000)
-            found.process.send_signal(signal.SIGTERM)
+            found.process.send_signal(number)
             time.sleep(0.3)
             while len(got) < len(data) and (more := sock.recv(1 << 20)):
                 got += more

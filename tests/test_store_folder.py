@@ -66,6 +66,16 @@ def test_odd_names_are_refused(tmp_path: Path, name: str) -> None:
     assert everything(tmp_path) == []
 
 
+def test_a_pipe_where_an_object_should_be_is_an_error(tmp_path: Path) -> None:
+    """It is not read as one, so that a write must not pass for done."""
+    objects = Folder(tmp_path)
+    (tmp_path / "objects").mkdir()
+    os.mkfifo(tmp_path / "objects" / "a")
+    with pytest.raises(OSError, match="a pipe or device, which no object is"):
+        objects.write("a", b"1")
+    assert objects.size("a") is None and objects.unfinished() == 0
+
+
 def test_a_folder_of_objects_is_none_itself(tmp_path: Path) -> None:
     objects = Folder(tmp_path / "s")
     assert objects.write("a/b", b"1")

@@ -1,6 +1,7 @@
 """Encrypted objects: what the back end holds tells nothing, and no change of it is taken for the object."""
 
 import base64
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -186,6 +187,21 @@ def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["store", "keygen", str(path)]) == 2 and read_key(path) == key
 
 
+def test_a_key_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file would be taken for the key, and be in the way of the next attempt."""
+    path = tmp_path / "key"
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtool.store.key_files.os.fsync", fail)
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+            make_key(path)
+    assert not path.exists()
+    make_key(path)
+
+
 def test_key_files(tmp_path: Path) -> None:
     path = tmp_path / "key"
     make_key(path)
@@ -257,6 +273,17 @@ def test_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(BackendError, match=f"needs {package}") as caught:
         open_objects(where, key_file=key)
     assert caught.value.exit_code == 6 and caught.value.hint is not None and "pip install 'kvtool[" in caught.value.hint
+
+
+@pytest.mark.parametrize("where", ["", "http://[::1", "s3://[::1", "redis://u:secret@[::1"])
+def test_what_is_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str) -> None:
+    """Nothing at all, of a variable that is not set, is not the folder where one is; no password is repeated."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"\[store\] ") as caught:
+        open_objects(where)
+    assert "secret" not in str(caught.value)
+    assert run(["store", "gc", where]) == 2 and run(["tenants", "rm", "ana", "--file", "t.json", "--store", where]) == 2
+    assert "[store]" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:

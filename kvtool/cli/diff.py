@@ -9,6 +9,7 @@ from formats.manifest import to_json
 from kvtool.cli._common import emit, json_option
 
 IGNORED = ("producer", "layers")
+WIDEST = 120  # characters of a value on a line of text
 
 
 @click.command("diff")
@@ -28,7 +29,7 @@ def command(ctx: click.Context, first: str, second: str, values: bool, as_json: 
         fields = _fields(to_json(a.manifest), to_json(b.manifest)) + _tensors(a, b)
         layers = _values(a, b) if values else []
     same = not fields and not any(layer["relative_error"] for layer in layers)
-    lines = ["no difference"] if same else [f"{f['path']}: {f['a']} | {f['b']}" for f in fields]
+    lines = ["no difference"] if same else [f"{f['path']}: {_cut(f['a'])} | {_cut(f['b'])}" for f in fields]
     lines += [f"{entry['name']}: squared difference / energy {entry['relative_error']:.4g}" for entry in layers]
     emit(as_json, {"same": same, "fields": fields, "values": layers}, "\n".join(lines))
     ctx.exit(0 if same else 1)
@@ -44,6 +45,12 @@ def _fields(a: Any, b: Any, path: str = "") -> list[dict[str, Any]]:
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and len(a) <= 4096 and any(isinstance(x, dict) for x in a):
         return [entry for i, (x, y) in enumerate(zip(a, b, strict=True)) for entry in _fields(x, y, f"{path}[{i}]")]
     return [{"path": path, "a": _brief(a, b), "b": _brief(b, a)}]
+
+
+def _cut(value: Any) -> str:
+    """A value on a line of text; --json has it whole."""
+    text = str(value)
+    return text if len(text) <= WIDEST else f"{text[:WIDEST]}... ({len(text)} characters)"
 
 
 def _brief(value: Any, other: Any) -> Any:

@@ -53,7 +53,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        return answer(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        # A body of another type is a string to the parser, whose message would be no help.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        other = first["loc"] == ("body",) and kind != "application/json"
+        hint = "send JSON, with Content-Type: application/json" if other else None
+        return answer(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", hint)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from kvtool.service.access import Its, Known, Reads
@@ -19,11 +19,17 @@ from kvtool.store.listing import Listed, kinds, listed
 from kvtool.store.measured import measured
 
 router = APIRouter(prefix="/v1", tags=["prompts"])
-Token = Annotated[int, Field(ge=0, lt=1 << 32)]
+Token = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Model(BaseModel):
+class Exact(BaseModel):
+    """A body of a question; a name that none of its fields has is refused, for what is misspelt would not be compared."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Model(Exact):
     """A model's identity, `quantisation` and `config` by the digests that a space has; what is left out is not compared. Weights without
     an adapter are those of no adapter's."""
 
@@ -38,7 +44,7 @@ class Model(BaseModel):
     layers: Digest | None = None
 
 
-class Question(BaseModel):
+class Question(Exact):
     """Tokens of a prompt, and who would go on from it."""
 
     tokens: list[Token]

@@ -4,6 +4,7 @@ import logging
 import signal
 import ssl
 import sys
+from types import FrameType
 
 import uvicorn
 
@@ -54,8 +55,12 @@ def serve(
         ssl_keyfile=tls_key,
     )
     server = Announcing(config, "https" if tls_cert else "http")
-    # uvicorn raises the signal that stopped it once more at the end: this was a stop that was asked for.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        """uvicorn raises the signal that stopped it once more at the end; one that comes before it listens for signals ends it then."""
+        server.should_exit = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with Keeping(state):
             server.run()
@@ -65,7 +70,8 @@ def serve(
     except SystemExit:
         raise OSError(f"cannot listen at {host}:{port}, as said above; another --port or --host may do") from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
         access.handlers = handlers
         state.objects.close()
 

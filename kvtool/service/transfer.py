@@ -23,7 +23,7 @@ PART = 1 << 20  # as large as pays on loopback; a connection holds two of them
 GATHERED = 4 << 20  # of a body: one is received while another is written
 BESIDE = "beside"  # in a message of a body: bytes that went to the connection another way
 T = TypeVar("T")
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_RANGE = re.compile(r"bytes=(\d{0,1000})-(\d{0,1000})")  # Python refuses numbers of over 4300 digits
 
 
 class TooLarge(ValueError):

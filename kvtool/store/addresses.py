@@ -5,6 +5,7 @@ import importlib.util
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from blake3 import blake3
 
@@ -44,9 +45,17 @@ def open_objects(
         OSError: as the system gives it.
     """
     text = os.fspath(where)
+    if not text:
+        raise ValueError("[store] must be a folder or an address, but got ''; . is the folder where you are.")
     scheme, found, _ = text.partition("://")
     if found and scheme not in _REMOTE:
         raise ValueError(f"[store] must be a folder or one of {', '.join(f'{s}://' for s in _REMOTE)}, but got {scheme}://.")
+    if found:
+        try:
+            urlsplit(text)
+        except ValueError as error:
+            # What stands before an @ is not repeated.
+            raise ValueError(f"[store] {scheme}:// must go on as an address does, but what follows is none ({error}).") from None
     key_file = key_file or os.environ.get("KVTOOL_STORE_KEY") or None
     objects: Objects = Folder(text)
     if found:

@@ -144,6 +144,8 @@ class Folder:
         temp = source if isinstance(source, Path) and own else self.scratch / f"{secrets.token_hex(8)}.part"
         try:
             made = not target.exists()
+            if not made and not target.is_file():
+                raise OSError(errno.EINVAL, "a pipe or device, which no object is", str(target))
             if made:
                 self._fill(temp, None if own else source)
                 made = self._link(temp, target)
@@ -235,8 +237,13 @@ class Folder:
 
     def touch(self, *names: str) -> None:
         for name in names:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.utime(self._file(name), follow_symlinks=False)
+            file = self._file(name)
+            try:
+                os.utime(file, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(file)) from None  # the system's own names no file
 
     def now(self) -> float:
         return time.time()

@@ -19,10 +19,15 @@ def make_key(path: str | os.PathLike[str]) -> None:
         FileExistsError: there is a file already; a lost key is a lost store, so it is never replaced.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(base64.b64encode(secrets.token_bytes(KEY_BYTES)) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(base64.b64encode(secrets.token_bytes(KEY_BYTES)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        # Half a key would only be in the way of the next attempt.
+        os.unlink(path)
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
