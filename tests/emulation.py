@@ -40,9 +40,9 @@ def clang(arguments: Sequence[str], source: str, libraries: Sequence[str] = ()) 
     return done.stderr if done.returncode else None
 
 
-def library(folder: str, depends: bytes, compile_to: Callable[[Path], None]) -> Path:
-    """A library of the cache, compiled unless one that depends on the same is there."""
-    path = CACHE / folder / f"{hashlib.sha256(depends).hexdigest()[:24]}.so"
+def library(folder: str, depends: bytes, compile_to: Callable[[Path], None], kind: str = "so") -> Path:
+    """A library of the cache (or a precompiled header), compiled unless one that depends on the same is there."""
+    path = CACHE / folder / f"{hashlib.sha256(depends).hexdigest()[:24]}.{kind}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.{id(compile_to)}.tmp")

@@ -1,7 +1,5 @@
 // A block of CUDA threads on a CPU: each is a fiber of one thread, and whatever the lanes of a warp do together meets here.
 #pragma once
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -70,21 +68,48 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 
 namespace emulated {
 struct Gate { int count = 0, phase = 0; };
-struct Fiber { ucontext_t context; std::vector<char> stack; Dim thread{}; bool done = false; };
+constexpr size_t STACK = 1 << 16;
+// It waits for a phase of a gate to pass, and is not woken before.
+struct Fiber { void* stack_pointer; std::unique_ptr<char[]> stack; Dim thread{}; const Gate* gate = nullptr; int phase = 0; bool done = false; };
 struct Block {
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Gate> warps;
   std::vector<uint32_t> slots;  // 8 words a thread
   Gate all;
-  ucontext_t home;
+  void* home;
   int current = 0;
 };
+// Saves the stack pointer of who calls, and goes on with another; swapcontext() would ask the operating system each time.
+extern "C" void emulated_switch(void** save, void* load);
+asm(R"(
+.type emulated_switch, @function
+emulated_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
 inline Block* block;
 inline Dim block_index, grid;
 inline void wait(Gate& gate, int members) {
   const int phase = gate.phase;
   if (++gate.count == members) { gate.count = 0; gate.phase++; return; }
-  while (gate.phase == phase) swapcontext(&block->fibers[size_t(block->current)]->context, &block->home);
+  Fiber& fiber = *block->fibers[size_t(block->current)];
+  fiber.gate = &gate;
+  fiber.phase = phase;
+  emulated_switch(&fiber.stack_pointer, block->home);
+  fiber.gate = nullptr;
 }
 inline int me() { return block->current; }
 inline int lane() { return me() % 32; }
@@ -122,6 +147,12 @@ inline float aligned_sum(const double (&terms)[17], int exponent) {
 template <typename Body> void run(Dim grid_, int threads, Body body) {
   static Body* entry;
   entry = &body;
+  void (*const start)() = +[] {
+    (*entry)();
+    Fiber& fiber = *block->fibers[size_t(block->current)];
+    fiber.done = true;
+    emulated_switch(&fiber.stack_pointer, block->home);
+  };
   grid = grid_;
   for (unsigned y = 0; y < grid.y; y++)
     for (unsigned x = 0; x < grid.x; x++) {
@@ -133,22 +164,27 @@ template <typename Body> void run(Dim grid_, int threads, Body body) {
       for (int i = 0; i < threads; i++) {
         own.fibers.push_back(std::make_unique<Fiber>());
         Fiber& fiber = *own.fibers.back();
-        fiber.stack.resize(1 << 16);
+        fiber.stack.reset(new char[STACK]);
         fiber.thread = {unsigned(i), 0, 0};
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = &own.home;
-        makecontext(&fiber.context, +[] { (*entry)(); block->fibers[size_t(block->current)]->done = true; }, 0);
+        void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(fiber.stack.get() + STACK) & ~uintptr_t(15));
+        *--top = nullptr;  // alignment: start begins as if called
+        *--top = reinterpret_cast<void*>(start);
+        for (int k = 0; k < 6; k++) *--top = nullptr;
+        fiber.stack_pointer = top;
       }
       for (int left = threads; left > 0;) {
         left = 0;
+        bool ran = false;
         for (int i = 0; i < threads; i++) {
-          if (own.fibers[size_t(i)]->done) continue;
+          Fiber& fiber = *own.fibers[size_t(i)];
+          if (fiber.done) continue;
+          left++;
+          if (fiber.gate && fiber.gate->phase == fiber.phase) continue;
           own.current = i;
-          swapcontext(&own.home, &own.fibers[size_t(i)]->context);
-          left += !own.fibers[size_t(i)]->done;
+          ran = true;
+          emulated_switch(&own.home, fiber.stack_pointer);
         }
+        if (left && !ran) { fprintf(stderr, "%d threads wait for others that do not come\n", left); abort(); }
       }
     }
 }

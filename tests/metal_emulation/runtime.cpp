@@ -47,7 +47,7 @@ struct Simd {
   int operation, line;
   uint first, flags;
   uint took_part[2];
-  alignas(16) uint8_t slots[2][LANES][32];
+  alignas(16) uint8_t slots[2][LANES * 32];  // of the lanes, one after the other, as many bytes each as the operation takes
 };
 
 struct Access {  // of one byte
@@ -156,10 +156,12 @@ std::string thread_name(uint32_t who) {
   return "thread " + std::to_string(who - group_base);
 }
 
-void ordered(Access& a, bool write, const std::string& place, void* pc, uint32_t group_sync, uint32_t simd_sync) {
+// `place` makes the text of a message: a string for every byte that is read would take most of the time.
+template <typename Place> void ordered(Access& a, bool write, const Place& place, void* pc, uint32_t group_sync, uint32_t simd_sync) {
   const uint32_t me = self();
   if (a.written != NEVER && !before(a.written, a.writer, group_sync, simd_sync))
-    fail(pc, 0, "race: %s %s, which %s wrote with no barrier between", write ? "writes" : "reads", place.c_str(), thread_name(a.writer).c_str());
+    fail(pc, 0, "race: %s %s, which %s wrote with no barrier between", write ? "writes" : "reads", place().c_str(),
+         thread_name(a.writer).c_str());
   if (!write) {
     const uint32_t last = a.reader & ~MANY;
     if (a.read == NEVER || before(a.read, last, group_sync, simd_sync) || (in_group(last) && simd_of(last) == current->simd)) {
@@ -178,7 +180,7 @@ void ordered(Access& a, bool write, const std::string& place, void* pc, uint32_t
     const uint32_t one = who & ~MANY;
     const bool fine = (who & MANY) ? when < group_sync || (in_group(one) && simd_of(one) == current->simd && when < simd_sync)
                                    : before(when, one, group_sync, simd_sync);
-    if (!fine) fail(pc, 0, "race: writes %s, which %s read with no barrier between", place.c_str(), thread_name(one).c_str());
+    if (!fine) fail(pc, 0, "race: writes %s, which %s read with no barrier between", place().c_str(), thread_name(one).c_str());
   }
   a.written = now;
   a.writer = me;
@@ -203,7 +205,6 @@ void group_access(uintptr_t address, size_t size, bool write, void* pc, bool ato
       a.writer = self();
       continue;
     }
-    // The text of a place is only made where it may be needed.
     const uint32_t me = self();
     if (a.writer == me && a.read_elsewhere == NEVER && (a.read == NEVER || a.reader == me)) {
       if (write) {
@@ -214,7 +215,7 @@ void group_access(uintptr_t address, size_t size, bool write, void* pc, bool ato
       }
       continue;
     }
-    ordered(a, write, place(), pc, group_synced, simd.synced);
+    ordered(a, write, place, pc, group_synced, simd.synced);
   }
 }
 
@@ -249,7 +250,7 @@ void buffer_access(uintptr_t address, size_t size, bool write, void* pc, bool at
       a.writer = self();
       continue;
     }
-    ordered(a, write, element_name(b, offset), pc, group_synced_device, simd.synced_device);
+    ordered(a, write, [&] { return element_name(b, offset); }, pc, group_synced_device, simd.synced_device);
   }
 }
 
@@ -407,7 +408,7 @@ void emu_fail(const char* text, int line) { fail(nullptr, line, "%s", text); }
 
 uint emu_exchange(int operation, int line, const void* mine, void* all, uint bytes) {
   Simd& simd = simds[current->simd];
-  if (bytes > sizeof simd.slots[0][0]) fail(nullptr, line, "a SIMD-group operation on more than 32 bytes");
+  if (bytes > sizeof simd.slots[0] / LANES) fail(nullptr, line, "a SIMD-group operation on more than 32 bytes");
   if (simd.arrived == 0) {
     simd.operation = operation;
     simd.line = line;
@@ -418,7 +419,7 @@ uint emu_exchange(int operation, int line, const void* mine, void* all, uint byt
   }
   const uint32_t generation = simd.generation;
   const uint half_of = generation & 1;
-  memcpy(simd.slots[half_of][current->lane], mine, bytes);
+  memcpy(simd.slots[half_of] + current->lane * bytes, mine, bytes);
   if (operation == OP_BARRIER) memcpy(&simd.flags, mine, sizeof simd.flags);
   if (++simd.arrived == simd.live) {
     complete(simd);
@@ -429,8 +430,7 @@ uint emu_exchange(int operation, int line, const void* mine, void* all, uint byt
     current->line = line;
     to_scheduler();
   }
-  for (uint lane = 0; lane < LANES; lane++)
-    memcpy(static_cast<uint8_t*>(all) + lane * bytes, simd.slots[half_of][lane], bytes);
+  memcpy(all, simd.slots[half_of], LANES * bytes);
   return simd.took_part[half_of];
 }
 

@@ -190,9 +190,20 @@ def _functions(code: str) -> Iterator[tuple[int, str]]:
         while depth:
             at -= 1
             depth += (code[at] == ")") - (code[at] == "(")
-        name = re.search(r"([\w\]=+*/<>-]+)\s*$", code[:at])
-        if name and name[1] not in ("if", "for", "while", "switch") and "[[" not in code[at : match.start()]:
+        name = _name_before(code, at)
+        if name and name not in ("if", "for", "while", "switch") and "[[" not in code[at : match.start()]:
             yield at, code[at + 1 : match.start()]
+
+
+def _name_before(code: str, at: int) -> str:
+    """The name or operator that ends before `at`; a regular expression would search from the beginning of the text, for every function."""
+    end = at
+    while end and code[end - 1].isspace():
+        end -= 1
+    start = end
+    while start and (code[start - 1].isalnum() or code[start - 1] in "_]=+*/<>-"):
+        start -= 1
+    return code[start:end]
 
 
 def _namespace_variables(code: str) -> Iterator[tuple[int, str]]:
