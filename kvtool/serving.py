@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import HTTPServer
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from mlx_lm import server
@@ -91,6 +91,7 @@ def serve(
         return model.model, model.tokenizer, load_config(model.folder)
 
     running: list[Any] = []
+    asked: list[int] = []
 
     class Generator(server.ResponseGenerator):
         """The server's thread, known, so that it ends where the server cannot start."""
@@ -111,7 +112,7 @@ def serve(
         return copy.deepcopy(empty) if empty is not None and one is model.model else make_prompt_cache(one, *args, **kwargs)
 
     def run_http(host: str, port: int, generator: Any) -> None:
-        run(host, port, generator, stoppable(server.ThreadingHTTPServer))
+        run(host, port, generator, stoppable(server.ThreadingHTTPServer, asked))
 
     run = server._run_http_server
     # Where the server makes its caches, not in the model: what a probe finds there is what files and stores are compared with.
@@ -122,11 +123,14 @@ def serve(
             "load": load,
             "make_prompt_cache": fresh,
             "_run_http_server": run_http,
+            # /v1/models lists a hub's cache as well, which is not served, and breaks off where there is none.
+            "scan_cache_dir": lambda: SimpleNamespace(repos=()),
         }
         stack.enter_context(_replaced(server, replaced))
         stack.enter_context(_replaced(generating, {"make_prompt_cache": fresh}))
         stack.enter_context(_arguments(["mlx_lm.server", "--model", name, *options]))
-        stack.enter_context(_signals(interrupt, signal.SIGTERM))
+        # An exception here could leave a thread behind that nobody knows, and that keeps the process.
+        stack.enter_context(_signals(lambda number, frame: asked.append(number), signal.SIGINT, signal.SIGTERM))
         try:
             server.main()
         finally:
@@ -152,13 +156,13 @@ def _replaced(module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def interrupt(number: int, frame: Any) -> None:
-    """A handler: SIGTERM ends the server as ^C does, which it takes for a stop that was asked for: what waits is written first."""
-    raise KeyboardInterrupt
+def stoppable(kind: type[HTTPServer], asked: Sequence[int] = ()) -> type[HTTPServer]:
+    """A server that ^C and SIGTERM end by asking it: an exception that is raised where Python happens to finalise something is lost.
 
-
-def stoppable(kind: type[HTTPServer]) -> type[HTTPServer]:
-    """A server that ^C and SIGTERM end by asking it: an exception that is raised where Python happens to finalise something is lost."""
+    Args:
+        kind: of server.
+        asked: signals that came before it served; then it does not begin.
+    """
 
     class Stoppable(kind):  # type: ignore[misc, valid-type]
         def serve_forever(self, *args: float) -> None:
@@ -166,7 +170,9 @@ def stoppable(kind: type[HTTPServer]) -> type[HTTPServer]:
                 threading.Thread(target=self.shutdown, daemon=True).start()  # which waits for the loop that this thread is in
 
             with _signals(stop, signal.SIGINT, signal.SIGTERM):
-                super().serve_forever(*args)
+                if not asked:
+                    super().serve_forever(*args)
+            self.server_close()  # who comes while the store is being written shall not wait for an answer
 
     return Stoppable
 

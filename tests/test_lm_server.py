@@ -132,6 +132,13 @@ def test_a_request_for_another_model_is_not_answered_by_this_one(url: str, other
     assert b"is served here" in caught.value.read()
 
 
+def test_the_model_that_is_served_is_the_one_listed(url: str) -> None:
+    """Without a hub's cache the answer had no body."""
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        listed = json.load(answer)["data"]
+    assert [one["id"] for one in listed] == [str(kvtool.load_model("tiny-a").folder.resolve())]
+
+
 def test_a_port_in_use_ends_the_server_with_an_error(file: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -217,6 +224,26 @@ def test_a_stop_that_comes_while_something_is_finalised_is_one(number: signal.Si
         httpd.serve_forever(0.01)
         assert given_up.is_alive()
         given_up.cancel()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_that_comes_before_it_serves_leaves_no_thread(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an exception it came out of the making of the thread, which ran on, and the process with it."""
+    begun: list[Any] = []
+
+    class Early(server.ResponseGenerator):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            begun.append(self)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(server, "ResponseGenerator", Early)
+    try:
+        with pytest.warns(UserWarning, match="not recommended for production"):
+            serve(kvtool.load_model("tiny-a"), [], ["--port", str(free_port())])
+        assert not begun[0]._generation_thread.is_alive()
+    finally:
+        begun[0]._stop = True
 
 
 @pytest.mark.parametrize("stored", ["rvq-4", "raw"])

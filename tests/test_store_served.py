@@ -12,6 +12,7 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 import urllib3
 
 import kvtool
+from kvtool.cli import run
 from kvtool.service import tenants as tenants_file
 from kvtool.service.tenants import made
 from kvtool.store.resuming import resume
@@ -161,6 +162,16 @@ def test_a_token_that_is_refused_is_no_reason_to_go_on(running: tuple[Any, Path]
     monkeypatch.setenv("KVTOOL_TOKEN", "kvt_nobodys")
     with Store(running[0].address, chunk=CHUNK) as store, pytest.raises(PermissionError):
         resume(store, ids(9), tiny("qwen3"))
+
+
+def test_a_token_that_is_refused_is_no_reason_to_begin(
+    running: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`lm-server` served without its store."""
+    monkeypatch.setenv("KVTOOL_TOKEN", "kvt_nobodys")
+    monkeypatch.setattr("kvtool.serving.serve", lambda *_, **__: pytest.fail("it began"))
+    assert run(["lm-server", "--model", "tiny-a", "--store", running[0].address]) == 2
+    assert "a known bearer token is needed" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_object_breaks_no_listing(running: tuple[Any, Path]) -> None:

@@ -78,7 +78,9 @@ def command(
     else:
         with opened(store, quota, chunk) as place:
             try:
-                place.known.spaces()  # another key than the store's, or none, is no reason to begin
+                place.known.spaces()  # another key than the store's or none, or a token that it does not know, is no reason to begin
+            except PermissionError:
+                raise
             except OSError as error:
                 note(f"nothing comes from the store for now: {error}")
             with Behind(place, model, store_codec, calibration, empty=empty) as behind:
