@@ -3,6 +3,7 @@
 Nothing here needs the extension: a `Recorder` stands where its `Stored` would.
 """
 
+import itertools
 import os
 import struct
 import subprocess
@@ -31,23 +32,30 @@ SIMD = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
     "neon": ["-DKVTOOL_USE_NEON"],
 }
+# Of these CMakeLists.txt has it that no product is contracted with a sum.
+EXACT = ("calibrated", "convert", "encode", "kernels", "search", "streams")
 # GCC notes a change of its vectors' calling convention in a build that calls none, and doubts its own headers.
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 
 
-def build(
-    folder: Path, compiler: str, machine: str, levels: Sequence[str], *options: str, name: str = "run_problems", sources: str = "*"
-) -> Path:
-    """A program of `tests/native` for a machine ("X86" or "ARM64"), of those sources of the levels, every warning an error."""
+def build(folder: Path, compiler: str, machine: str, levels: Sequence[str], *options: str, name: str = "run_problems") -> Path:
+    """A program of `tests/native` for a machine ("X86" or "ARM64"), every warning an error; what is compiled in the folder stays so.
+
+    Args:
+        folder: of the objects of one compiler, machine and set of options.
+        name: `run_problems`, of all sources, or `run_calls`, of those alone whose functions are called one by one.
+    """
+    folder.mkdir(exist_ok=True)
     gcc = [] if "clang" in compiler else ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
-    common = [compiler, "-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", *WARNINGS, *gcc, *options, f"-DKVTOOL_{machine}"]
-    common.append(f"-I{SRC}")
+    common = [compiler, "-std=c++17", "-O1", "-fno-math-errno", *WARNINGS, *gcc, *options, f"-DKVTOOL_{machine}", f"-I{SRC}"]
+    sources = [x.stem for x in sorted(SRC.glob("*.cpp")) if x.stem != "pool" and not x.stem.startswith("bind")]
     objects, commands = [], []
-    for level in levels:
-        for source in sorted(SRC.glob(f"{sources}.cpp")):
-            if source.stem != "pool" and not source.stem.startswith("bind"):
-                objects.append(folder / f"{source.stem}-{level}.o")
-                commands.append([*common, *SIMD[level], f"-DKVTOOL_LEVEL={level}", "-c", str(source), "-o", str(objects[-1])])
+    for source, level in itertools.product(sources if name == "run_problems" else EXACT, levels):
+        objects.append(folder / f"{source}-{level}.o")
+        if not objects[-1].exists():
+            contract = "-ffp-contract=off" if source in EXACT else "-ffp-contract=fast"
+            where = [f"-DKVTOOL_LEVEL={level}", "-c", str(SRC / f"{source}.cpp"), "-o", str(objects[-1])]
+            commands.append([*common, contract, *SIMD[level], *where])
     with ThreadPoolExecutor(os.cpu_count()) as compiling:
         list(compiling.map(partial(subprocess.run, check=True), commands))
     program = folder / name
@@ -166,6 +174,19 @@ class Recorder:
         return start + b"".join(map(array, self.sides)) + grid + turned + coded + words
 
 
+def sides_of(block: Block) -> list[bytes]:
+    """Rows of keys and of values."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "stored", Recorder)
+        patch.setattr(native, "max_dim", lambda: 512)
+        patch.setattr(native, "quantisers", lambda *given: given)
+        # Not what a codec keeps: that is the extension's own.
+        patch.setattr(KeyReader, "quantisers", property(lambda own: own.components.stored(own.heads)))
+        patch.setattr(Predictor, "quantisers", property(lambda own: own.components.stored(own.heads)))
+        patch.setattr(ValueReader, "quantisers", property(lambda own: own.stored()))
+        return [block.k.reader.stored.written(), block.v.reader.stored_beside(block.k.reader).written()]
+
+
 @dataclass
 class Case:
     """A causal problem of `count` queries of 3 heads to each of 2 KV heads.
@@ -179,16 +200,7 @@ class Case:
     seen: int | None = None
 
     def written(self) -> bytes:
-        block, rope = self.block, self.block.k.rope
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "stored", Recorder)
-            patch.setattr(native, "max_dim", lambda: 512)
-            patch.setattr(native, "quantisers", lambda *given: given)
-            # Not what a codec keeps: that is the extension's own.
-            patch.setattr(KeyReader, "quantisers", property(lambda own: own.components.stored(own.heads)))
-            patch.setattr(Predictor, "quantisers", property(lambda own: own.components.stored(own.heads)))
-            patch.setattr(ValueReader, "quantisers", property(lambda own: own.stored()))
-            sides = [block.k.reader.stored.written(), block.v.reader.stored_beside(block.k.reader).written()]
+        block, rope, sides = self.block, self.block.k.rope, sides_of(self.block)
         q, angles = self.q(), None if rope is None else np.array(cos_sin(rope, block.first, block.stop))
         at = np.tile(np.arange(block.count - self.count, block.count), 3)
         half = 0 if angles is None else angles.shape[1] // 2

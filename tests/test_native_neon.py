@@ -1,6 +1,5 @@
 """The C++ of the native back end without Python: NEON under an emulator, and the levels of x86 under the sanitizers."""
 
-import itertools
 import platform
 import shutil
 from pathlib import Path
@@ -8,21 +7,51 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.native_problems import Case, build, numbers, run, run_alone
+from tests import native_coders, native_functions, native_rows
+from tests.native_functions import Call
+from tests.native_problems import Case, build, run, run_alone
 from tests.test_native import SPECS, made, takes
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 NATIVE_ARM = platform.machine() in ("aarch64", "arm64")
+# What is read before it is written is a pattern here and anything elsewhere: results that depend on it differ.
+SANITIZERS = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-ftrivial-auto-var-init=pattern"
 
 needs_arm = pytest.mark.skipif(
     not NATIVE_ARM and not (shutil.which(CROSS) and shutil.which(EMULATOR)),
     reason=f"no {CROSS} and {EMULATOR} (Debian: g++-aarch64-linux-gnu, qemu-user)",
 )
+needs_x86 = pytest.mark.skipif(not X86, reason="the levels of x86")
+compilers = pytest.mark.parametrize("compiler", ["g++", "clang++-19"])
 
 
 def compiler_of_this_machine() -> str | None:
     return next((name for name in ("g++", "clang++-19", "clang++", "c++") if shutil.which(name)), None)
+
+
+def levels_of_x86() -> list[str]:
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return ["baseline", *(["avx2"] if "avx2" in flags else []), *(["avx512"] if "avx512dq" in flags and "avx512vl" in flags else [])]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each compiler's objects: one compilation of a source serves every program."""
+    return tmp_path_factory.mktemp("programs")
+
+
+def for_arm(root: Path, name: str) -> list[str]:
+    """A program for aarch64, as a command here."""
+    compiler = (compiler_of_this_machine() or "c++") if NATIVE_ARM else CROSS
+    program = build(root / "arm", compiler, "ARM64", ["neon", "baseline"], *([] if NATIVE_ARM else ["-static"]), name=name)
+    return [str(program)] if NATIVE_ARM else [EMULATOR, str(program)]
+
+
+def sanitized(root: Path, name: str, compiler: str) -> list[str]:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    return [str(build(root / compiler, compiler, "X86", ["baseline", "avx2", "avx512"], *SANITIZERS, name=name))]
 
 
 @pytest.fixture(scope="module")
@@ -35,122 +64,63 @@ def cases() -> list[Case]:
     return plain + masked + [Case(made("tc-3", 72, "partial", 1090), 1)]  # enough tokens for tables of components
 
 
-def for_arm(folder: Path, *options: str, **what: str) -> list[str]:
-    """A program for aarch64, as a command here."""
-    compiler = (compiler_of_this_machine() or "c++") if NATIVE_ARM else CROSS
-    program = str(build(folder, compiler, "ARM64", ["neon", "baseline"], *options, *([] if NATIVE_ARM else ["-static"]), **what))
-    return [program] if NATIVE_ARM else [EMULATOR, program]
-
-
-def levels_of_x86() -> list[str]:
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return ["baseline", *(["avx2"] if "avx2" in flags else []), *(["avx512"] if "avx512dq" in flags and "avx512vl" in flags else [])]
-
-
 @needs_arm
-def test_neon(cases: list[Case], tmp_path: Path) -> None:
+def test_neon(cases: list[Case], root: Path, tmp_path: Path) -> None:
     """NEON is right, and what its baseline gives but for rounding."""
-    command = for_arm(tmp_path)
+    command = for_arm(root, "run_problems")
     neon, baseline = (run(tmp_path, cases, level, command) for level in ("neon", "baseline"))
     np.testing.assert_allclose(neon, baseline, rtol=0, atol=1e-5 * np.abs(baseline[np.isfinite(baseline)]).max())
 
 
-@pytest.mark.skipif(not X86, reason="the levels of x86")
-@pytest.mark.parametrize("compiler", ["g++", "clang++-19"])
-def test_sanitizers(cases: list[Case], compiler: str, tmp_path: Path) -> None:
+@needs_x86
+@compilers
+def test_sanitizers(cases: list[Case], compiler: str, root: Path, tmp_path: Path) -> None:
     """No read beyond an array, no undefined behaviour, no warning."""
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no {compiler}")
-    program = build(tmp_path, compiler, "X86", ["baseline", "avx2", "avx512"], "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    command = sanitized(root, "run_problems", compiler)
     for level in levels_of_x86():
-        run(tmp_path, cases, level, [str(program)])
+        run(tmp_path, cases, level, command)
 
 
-def assert_streams(folder: Path, level: str, command: list[str]) -> None:
-    """Every number of bits, as one stream and in words, of counts around whole groups and more codes than are taken at once."""
-    rng, given, wanted = np.random.default_rng(0), [], []
-    for bits, words, count in itertools.product(range(1, 9), (False, True), (1, 7, 8, 31, 64, 2048, 4101)):
-        codes, per = rng.integers(0, 256, count).astype(np.uint8), 32 // bits
-        low = codes & (1 << bits) - 1
-        planes = (low[:, None] >> np.arange(bits) & 1).astype(np.uint8)
-        if words:
-            filled = np.zeros((-(-count // per) * per, bits), np.uint8)
-            filled[:count] = planes
-            planes = np.pad(filled.reshape(-1, per * bits), [(0, 0), (0, 32 - per * bits)])
-        packed = np.packbits(planes.reshape(-1), bitorder="little")
-        given.append(numbers(bits, words, count, len(packed)) + codes.tobytes())
-        wanted.append(packed.tobytes() + low.tobytes())
-    (folder / "codes").write_bytes(b"".join(given))
-    run_alone([*command, level, str(folder / "codes"), str(folder / f"streams-{level}")])
-    assert (folder / f"streams-{level}").read_bytes() == b"".join(wanted)
+@pytest.fixture(scope="module")
+def calls() -> list[Call]:
+    """Of every function that does not attend."""
+    return [call for module in (native_functions, native_coders, native_rows) for call in module.calls()]
+
+
+@pytest.fixture(scope="module")
+def bytes_of() -> dict[str, bytes]:
+    """What the calls wrote, by where they ran."""
+    return {}
+
+
+def assert_calls(folder: Path, calls: list[Call], levels: list[str], command: list[str], where: str, bytes_of: dict[str, bytes]) -> None:
+    """Right by NumPy, and the same bytes at every level, on every machine."""
+    (folder / "calls").write_bytes(b"".join(call.written() for call in calls))
+    for level in levels:
+        run_alone([*command, level, str(folder / "calls"), str(folder / level)])
+        written, at = (folder / level).read_bytes(), 0
+        for i, call in enumerate(calls):
+            found = []
+            for result in call.results():
+                count = int(np.prod(result.shape, dtype=np.int64))
+                found.append(np.frombuffer(written, result.dtype, count, at).reshape(result.shape))
+                at += found[-1].nbytes
+            try:
+                call.compare(found)
+            except AssertionError as error:
+                raise AssertionError(f"{call.name}, call {i} at {level} of {where}: {error}") from error
+        assert at == len(written)
+        bytes_of[f"{level} of {where}"] = written
+    first = next(iter(bytes_of.values()))
+    assert not [name for name, written in bytes_of.items() if written != first]
 
 
 @needs_arm
-def test_streams_on_neon(tmp_path: Path) -> None:
-    command = for_arm(tmp_path, name="run_streams", sources="streams")
-    for level in ("neon", "baseline"):
-        assert_streams(tmp_path, level, command)
+def test_calls_on_neon(calls: list[Call], root: Path, bytes_of: dict[str, bytes], tmp_path: Path) -> None:
+    assert_calls(tmp_path, calls, ["neon", "baseline"], for_arm(root, "run_calls"), "arm", bytes_of)
 
 
-@pytest.mark.skipif(not X86 or shutil.which("g++") is None, reason="the levels of x86, and no g++")
-def test_streams_under_the_sanitizers(tmp_path: Path) -> None:
-    sanitizers = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
-    program = build(tmp_path, "g++", "X86", ["baseline", "avx2", "avx512"], *sanitizers, name="run_streams", sources="streams")
-    for level in levels_of_x86():
-        assert_streams(tmp_path, level, [str(program)])
-
-
-TURNS = {"name": "run_turns", "sources": "convert"}
-EXACT = "-ffp-contract=off"  # as CMakeLists.txt has it for this source
-TYPES = ("float32", "float16", "bfloat16")
-
-
-def narrowed(x: np.ndarray, kind: str) -> np.ndarray:
-    """float32 in the memory of a type, rounded to nearest even."""
-    if kind != "bfloat16":
-        return x.astype(kind)
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def widened(x: np.ndarray, kind: str) -> np.ndarray:
-    return (x.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else x.astype(np.float32)
-
-
-def assert_turns(folder: Path, level: str, command: list[str]) -> None:
-    """Every type, rows that fill vectors and tiles and that do not, pairs of both kinds, one rotation and two: the bits of NumPy."""
-    rng, given, wanted = np.random.default_rng(0), [], []
-    shapes = ((2, 33, 128, 0, 64), (3, 5, 80, 8, 35), (1, 64, 24, 0, 12), (2, 7, 6, 2, 1))
-    for kind, shape, paired, both in itertools.product(TYPES, shapes, itertools.product((False, True), repeat=2), (False, True)):
-        heads, count, dim, first, half = shape
-        x = narrowed(rng.standard_normal((heads, count, dim)).astype(np.float32) * np.float32(3), kind)
-        angles = rng.standard_normal((1 + both, count, half))
-        tables = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
-        given.append(numbers(TYPES.index(kind), *shape, *paired, both) + tables.tobytes() + x.tobytes())
-        cos, sin = tables[0, :, :half], -tables[0, :, half:]
-        if both:
-            c, s, back = tables[1, :, :half], tables[1, :, half:], -sin
-            cos, sin = c * cos + s * back, s * cos - c * back
-        index = [[first + np.arange(half) * (2 if pairs else 1) + i * (1 if pairs else half) for i in (0, 1)] for pairs in paired]
-        u, v = (widened(x[..., at], kind) for at in index[0])
-        out = x.copy()
-        out[..., index[1][0]], out[..., index[1][1]] = narrowed(u * cos - v * sin, kind), narrowed(u * sin + v * cos, kind)
-        wanted.append(out.tobytes())
-    (folder / "rows").write_bytes(b"".join(given))
-    run_alone([*command, level, str(folder / "rows"), str(folder / f"turns-{level}")])
-    assert (folder / f"turns-{level}").read_bytes() == b"".join(wanted)
-
-
-@needs_arm
-def test_turns_on_neon(tmp_path: Path) -> None:
-    command = for_arm(tmp_path, EXACT, **TURNS)
-    for level in ("neon", "baseline"):
-        assert_turns(tmp_path, level, command)
-
-
-@pytest.mark.skipif(not X86 or shutil.which("g++") is None, reason="the levels of x86, and no g++")
-def test_turns_under_the_sanitizers(tmp_path: Path) -> None:
-    sanitizers = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
-    program = build(tmp_path, "g++", "X86", ["baseline", "avx2", "avx512"], EXACT, *sanitizers, **TURNS)
-    for level in levels_of_x86():
-        assert_turns(tmp_path, level, [str(program)])
+@needs_x86
+@compilers
+def test_calls_under_the_sanitizers(calls: list[Call], compiler: str, root: Path, bytes_of: dict[str, bytes], tmp_path: Path) -> None:
+    assert_calls(tmp_path, calls, levels_of_x86(), sanitized(root, "run_calls", compiler), compiler, bytes_of)
