@@ -108,7 +108,7 @@ def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = dict(parts)
     if fault == "a row late":
         real = converting.decoded
-        monkeypatch.setattr(converting, "decoded", lambda *given: mx.roll(real(*given), 1, axis=1))
+        monkeypatch.setattr(converting, "decoded", lambda *given, **more: mx.roll(real(*given, **more), 1, axis=1))
     elif fault == "another mean":
         wrong["mean"] = parts["mean"] * 1.01
     else:

@@ -153,7 +153,7 @@ class Affine(Codec):
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         if converting.in_use(shape[2]):
-            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype, parts=parts)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         out = mx.zeros(shape, dtype)
         for tokens in token_blocks(shape, self.tokens_together):

@@ -168,7 +168,7 @@ class CommVq(Codec):
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         if converting.in_use(shape[2]):
-            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype, parts=parts)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         order = mx.array(np.argsort(self.planes(shape[2]).reshape(-1)).astype(np.uint32))
         out = mx.zeros(shape, dtype)

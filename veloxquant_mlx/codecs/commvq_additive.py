@@ -174,7 +174,7 @@ class CommVqAdditive(Codec):
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype, given: Given | None = None) -> mx.array:
         if converting.in_use(shape[2]):
-            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype, parts=parts)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         reader = self.reader(parts)
         words, back, mean = (mx.array(table) for table in (reader.words.reshape(-1), reader.back, reader.mean[:, None]))

@@ -164,7 +164,7 @@ class CommVqProduct(Codec):
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         if converting.in_use(shape[2]):
-            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype, parts=parts)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         back = mx.array(np.argsort(self.order(shape[2])).astype(np.uint32))
         heads, _, dim = shape

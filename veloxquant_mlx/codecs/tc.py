@@ -415,7 +415,7 @@ class Tc(Codec):
 
     def _decoded_natively(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype, given: dict[str, mx.array]) -> mx.array:
         if self.role == "k":
-            return converting.decoded(TcKeyRows(self, parts, shape).stored, 0, shape, dtype)
+            return converting.decoded(TcKeyRows(self, parts, shape).stored, 0, shape, dtype, parts=parts)
         values = self.value_reader(parts)
         rows = native.stored(shape)
         rows.components(native.packed(parts["codes"]), values.predictor.quantisers)

@@ -164,7 +164,7 @@ class VecInfer(Codec):
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         self._check_dim(shape[2])
         if converting.in_use(shape[2]):
-            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype)
+            return converting.decoded(self.row_reader(parts, shape).stored, 0, shape, dtype, parts=parts)
         parts = self._checked_parts(parts, self.layout(shape, dtype))
         words = parts["words"].astype(mx.float32)
         out = mx.zeros(shape, dtype)

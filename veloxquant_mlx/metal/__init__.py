@@ -1,7 +1,7 @@
 """The kernel API: one module per family, each public function runs on every back end. Functions are imported on first use.
 
-On a CPU those of NATIVE and NATIVE_ATTENDS evaluate their arrays when they are called: `mx.compile` fails on them, and to `mx.grad` their
-results are constants. Call them under `veloxquant_mlx.native.without()` there: most are MLX's operations alone then, as where the extension
+On a CPU those of NATIVE and NATIVE_ATTENDS evaluate their arrays when they are called: `mx.compile` fails on them, and so does a gradient
+through their results. Call them under `veloxquant_mlx.native.without()` there: most are MLX's operations alone then, as where the extension
 is not built (`crosskv_rope_recode` is not: it is evaluated block by block, to keep memory low).
 """
 

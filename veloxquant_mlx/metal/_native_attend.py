@@ -15,6 +15,7 @@ from veloxquant_mlx.metal import _attend
 from veloxquant_mlx.metal._attend import Options
 from veloxquant_mlx.native import attending
 from veloxquant_mlx.native.attending import Shared, Sight
+from veloxquant_mlx.native.gradients import refusing
 
 MAX_SUB = 8  # entries of a run of codewords
 _BFLOAT_INF = 0x7F80
@@ -38,6 +39,10 @@ class Rows:
     affine: tuple[mx.array, mx.array, int, bool] | None = None
     plain: mx.array | None = None
 
+    def floats(self) -> list[mx.array | None]:
+        """What a result could be differentiated by."""
+        return [self.scale, self.plain, *(self.affine or ())[:2], *(table for *_, table in self.codes)]
+
 
 def attend(
     q: mx.array, keys: Rows, values: Rows, options: Options, bias: mx.array | None = None
@@ -58,7 +63,7 @@ def attend(
     parts = [Shared([b], [0], [attending.part(k, v, every, 0)]) for b, (k, v) in enumerate(zip(*stored, strict=True))]
     sight = Sight(options.length, options.causal, options.window, _mask(options, bias))
     out, lse = attending.attend(q, options.kv_heads, parts, None, sight)
-    return _attend.finish(out, lse, options)
+    return _attend.finish(*refusing("attend", [bias, *keys.floats(), *values.floats()], (out, lse)), options)
 
 
 def _mask(options: Options, bias: mx.array | None) -> mx.array | None:

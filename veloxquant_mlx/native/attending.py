@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx import native
+from veloxquant_mlx.native.gradients import inference_only
 
 
 class Shared(NamedTuple):
@@ -74,6 +75,7 @@ def part(
     return native.extension().Part(k, v, *at, first, angles, rope_first, paired)
 
 
+@inference_only
 def attend(
     q: mx.array, kv_heads: int, parts: Sequence[Shared], tail: Tail | None, sight: Sight, sinks: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:

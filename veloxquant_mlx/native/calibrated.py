@@ -13,6 +13,7 @@ import numpy as np
 from veloxquant_mlx import native
 from veloxquant_mlx.native.buffers import empty
 from veloxquant_mlx.native.converting import WORDS
+from veloxquant_mlx.native.gradients import inference_only
 
 BLOCK = 32  # tokens
 
@@ -65,6 +66,7 @@ def value_codes(coder: Any, x: mx.array, keys: mx.array, size: int) -> tuple[mx.
     return (out, sizes) if coder.encode(native.floats(x), native.floats(keys), native.shared(out), sizes) else None
 
 
+@inference_only
 def values(coder: Any, stored: Any, keys: mx.array, dtype: mx.Dtype) -> mx.array:
     """Values (H, S, D) of codes and scales, beside their decoded keys; float16 is clipped to its finite numbers."""
     out = empty(tuple(keys.shape), WORDS[dtype])

@@ -4,7 +4,7 @@ MLX takes no foreign memory as an array on a CPU without a copy, so results are 
 They are the same bits at every SIMD level and with any number of threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ import numpy as np
 
 from veloxquant_mlx import native
 from veloxquant_mlx.native.buffers import empty
+from veloxquant_mlx.native.gradients import inference_only
 
 WORDS = {mx.float16: mx.uint16, mx.bfloat16: mx.uint16, mx.float32: mx.float32}  # dtypes of rows, and of their memory
 LOW = 64  # positions of a table of phases: position p is LOW (p // LOW) + p % LOW
@@ -25,6 +26,7 @@ def in_use(dim: int) -> bool:
     return native.available() and mx.default_device().type == mx.DeviceType.cpu and dim <= native.max_dim()
 
 
+@inference_only
 def decoded(
     stored: Any,
     start: int,
@@ -33,6 +35,7 @@ def decoded(
     angles: Tables | None = None,
     first: int = 0,
     paired: bool = False,
+    parts: Mapping[str, Any] | None = None,
 ) -> mx.array:
     """Stored rows from `start` on.
 
@@ -43,12 +46,14 @@ def decoded(
         angles: to turn rows stored before RoPE by, or None.
         first: index of the first rotated entry.
         paired: the rotated entries, half-split, come out interleaved.
+        parts: what the rows are stored in, where a gradient by them is to be refused.
     """
     out = empty(shape, WORDS[dtype])
     native.extension().decode_as(stored, start, native.shared(out), dtype == mx.bfloat16, pages(angles), first, paired)
     return out.view(dtype)
 
 
+@inference_only
 def turned(
     x: mx.array,
     first: int,

@@ -12,6 +12,7 @@ import numpy as np
 from veloxquant_mlx import native
 from veloxquant_mlx.native.buffers import empty
 from veloxquant_mlx.native.converting import Tables, pages
+from veloxquant_mlx.native.gradients import inference_only
 
 KINDS = ("norm", "ls", "unbiased")
 
@@ -44,6 +45,7 @@ def takes(x: mx.array) -> bool:
     return native.available() and mx.default_device() == mx.cpu and x.size > 0 and x.shape[2] <= native.max_dim()
 
 
+@inference_only
 def mean_over_tokens(x: mx.array, undo: Undo | None = None) -> mx.array:
     """(H, D) bfloat16 of rows (H, S, D); sums in float64."""
     return mx.array((sum_over_tokens(x, undo) / x.shape[1]).astype(np.float32)).astype(mx.bfloat16)
@@ -54,6 +56,7 @@ def sum_over_tokens(x: mx.array, undo: Undo | None = None) -> np.ndarray:
     return native.extension().sum_over_tokens(*_rows(x), _undo(undo))
 
 
+@inference_only
 def rotated(
     x: mx.array,
     stages: Sequence[tuple[Sequence[float], Sequence[float]]],
@@ -90,6 +93,7 @@ def rotated(
     return None if lost is None else (codes, scale.view(mx.bfloat16), Loss(*lost))
 
 
+@inference_only
 def affine(
     x: mx.array, bits: int, group: int, by_token: bool, undo: Undo | None = None
 ) -> tuple[tuple[mx.array, mx.array, mx.array], Loss] | None:
@@ -102,6 +106,7 @@ def affine(
     return None if lost is None else ((codes, step.view(mx.bfloat16), zero.view(mx.bfloat16)), Loss(*lost))
 
 
+@inference_only
 def signs(x: mx.array, turns: np.ndarray, hartley: mx.array, mean: mx.array | None) -> tuple[mx.array, mx.array] | None:
     """Signs of projections of rows and their norms, as `codecs.qjl` has it.
 

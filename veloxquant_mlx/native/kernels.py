@@ -7,10 +7,12 @@ import numpy as np
 
 from veloxquant_mlx import native
 from veloxquant_mlx.native.buffers import empty
+from veloxquant_mlx.native.gradients import inference_only
 
 WORDS = {mx.float16: mx.float16, mx.bfloat16: mx.uint16, mx.float32: mx.float32}  # dtypes of values, and of their memory
 
 
+@inference_only
 def hamming(query: mx.array, bits: mx.array, offsets: mx.array, scale: float) -> mx.array:
     """(N,) float32: bits in which rows (N, bytes) uint8 differ from a query, times scale, plus offsets (N,)."""
     out = empty((bits.shape[0],), mx.float32)
@@ -18,6 +20,7 @@ def hamming(query: mx.array, bits: mx.array, offsets: mx.array, scale: float) ->
     return out
 
 
+@inference_only
 def sign_scores(q: mx.array, packed: mx.array, norms: mx.array, factor: float) -> mx.array:
     """(H, S) float32: factor norms[s, h] sum of +-q[h, :], the signs those of packed[s, h].
 
@@ -31,6 +34,7 @@ def sign_scores(q: mx.array, packed: mx.array, norms: mx.array, factor: float) -
     return out
 
 
+@inference_only
 def project(rows: mx.array, filters: mx.array, sign: int) -> mx.array:
     """(G, N) float32: sign times the product of rows (G, N, D) of any float with filters (G, D) float32."""
     out = empty(tuple(rows.shape[:2]), mx.float32)
@@ -38,6 +42,7 @@ def project(rows: mx.array, filters: mx.array, sign: int) -> mx.array:
     return out
 
 
+@inference_only
 def round_trip(x: mx.array, axis: int, group: int, levels: int, eps: float) -> mx.array:
     """Values to the nearest of levels + 1 steps between the lowest and highest of a group along axis -1 or -2; shape and dtype of x."""
     out = empty(tuple(x.shape), WORDS[x.dtype])
@@ -47,6 +52,7 @@ def round_trip(x: mx.array, axis: int, group: int, levels: int, eps: float) -> m
     return out.view(x.dtype)
 
 
+@inference_only
 def gather(indices: mx.array, table: mx.array) -> mx.array:
     """Entries (C, n) of a table of any float in place of indices uint8, uint16 or uint32: (..., k n); an index beyond C is the last."""
     count, width = indices.size, table.shape[1] * table.itemsize
@@ -56,6 +62,7 @@ def gather(indices: mx.array, table: mx.array) -> mx.array:
     return out.view(table.dtype)
 
 
+@inference_only
 def without_row(x: mx.array, gone: mx.array) -> mx.array:
     """`allocators.eviction.without_row` of (G, N, ...) of 32 bits or any float: (G, N - 1, ...)."""
     memory = WORDS.get(x.dtype, mx.float32)
@@ -65,6 +72,7 @@ def without_row(x: mx.array, gone: mx.array) -> mx.array:
     return out.view(x.dtype)
 
 
+@inference_only
 def turned_back(keys: mx.array, positions: mx.array, gone: mx.array, turn: mx.array) -> mx.array:
     """`without_row` of keys (G, N, D), those of a later position than row `gone` turned back by `turn`, (2, D / 2) cosines and sines."""
     out = empty((keys.shape[0], keys.shape[1] - 1, keys.shape[2]), WORDS[keys.dtype])
@@ -73,6 +81,7 @@ def turned_back(keys: mx.array, positions: mx.array, gone: mx.array, turn: mx.ar
     return out.view(keys.dtype)
 
 
+@inference_only
 def encode_signs(rows: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
     """Signs of y = H (signs x) / sqrt(D) of rows (N, D), packed as (N, D / 8) uint8, 1 where >= 0, and the mean of |y|, (N,) float32."""
     packed, size = empty((rows.shape[0], rows.shape[1] // 8), mx.uint8), empty((rows.shape[0],), mx.float32)
@@ -81,6 +90,7 @@ def encode_signs(rows: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
     return packed, size
 
 
+@inference_only
 def encode_two_stages(
     rows: mx.array, centroids: mx.array, first: mx.array, second: mx.array, bits: int, left: mx.Dtype
 ) -> tuple[mx.array, mx.array]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from veloxquant_mlx import native
 from veloxquant_mlx.native.buffers import empty
+from veloxquant_mlx.native.gradients import inference_only
 
 CENTROIDS = 256  # entries of a table that bytes look up
 
@@ -44,6 +45,7 @@ def nearest(x: mx.array, centroids: mx.array, signs: mx.array | None = None) -> 
     return out
 
 
+@inference_only
 def look_up(codes: mx.array, values: mx.array) -> mx.array:
     """values[codes] for codes of any shape, uint8; an index beyond the (n,) float16 values is the last."""
     table = np.asarray(native.shared(values)).view(np.uint16)
