@@ -18,10 +18,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvtool.bench import attending, coding, filing, machine, measuring, oracle, shaped, sharing, targets
+from kvtool.bench import attending, coding, filing, functions, machine, measuring, oracle, shaped, sharing, targets, timing
 from kvtool.bench.machine import native_line
-from kvtool.bench.measuring import Case, Checked, Prepared, Row, copy_bandwidth, measure, timed
-from kvtool.bench.rows import BASE, Size, blocks, head_rows, plan_of, rows
+from kvtool.bench.measuring import Case, Checked, Prepared, Row, measure
+from kvtool.bench.rows import BASE, Size, _drawn, blocks, head_rows, plan_of, rows
+from kvtool.bench.timing import copy_bandwidth, timed
 from kvtool.cli import run
 from kvtool.cli.bench import FAMILIES
 from kvtool.frontier import COLOURS
@@ -43,8 +44,8 @@ FAST = ("--seconds", "0", "--json")
 @pytest.fixture(autouse=True)
 def small_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of a megabyte, and codes that no other test has made."""
-    monkeypatch.setattr(measuring, "COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(measuring, "SAMPLE", 0.0)
+    for name, value in (("COPY_BYTES", 1 << 20), ("SAMPLE", 0.0), ("TOGETHER", 0.0), ("COPIED", 0)):
+        monkeypatch.setattr(timing, name, value)
     blocks.cache_clear()
 
 
@@ -73,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     """One run of all families but the slow codecs, its CSV and its plot."""
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "COPY_BYTES", 1 << 20)
+        patch.setattr(timing, "COPY_BYTES", 1 << 20)
         small = ("--shape", SHAPE, "--mb", "0.1", "--tokens", "24", "--codec", "rvq-4,affine-4")
         files = ("--csv", str(folder / "b.csv"), "--plot", str(folder / "b.svg"), "--folder", str(folder))
         return report(*small, *files), folder
@@ -146,7 +147,7 @@ def test_a_fault_is_found_before_it_is_timed(monkeypatch: pytest.MonkeyPatch, fa
     assert "error" in found["problem"] and found["error"] > found["limit"]
     assert found["median"] is None and found["runs"] == 0 and found["rate"] is None
     timed_rows = [r for r in data["rows"] if r["median"] is not None]
-    assert timed_rows and len(calls) == len(timed_rows) + 1  # and the copy
+    assert timed_rows and len(calls) == len(timed_rows)
     assert data["failed"] == sum(r["problem"] is not None for r in data["rows"])
 
 
@@ -213,13 +214,15 @@ def test_the_oracle_against_another() -> None:
     size = Size(1, 4, 2, 8, 11, 3)
     draw = np.random.default_rng(0)
     q, k, v = draw.standard_normal((1, 4, 3, 8)), draw.standard_normal((1, 2, 11, 8)), draw.standard_normal((1, 2, 11, 5))
-    out, largest = oracle.attention(q, lambda b, h: k[b, h], lambda b, h: v[b, h], 2)
+    attended = oracle.attention(q, lambda b, h: k[b, h], lambda b, h: v[b, h], 2)
     for h in range(4):
         for i in range(3):
             s = k[0, h // 2, : 11 - 2 + i] @ q[0, h, i]
             p = np.exp(s) / np.exp(s).sum()
-            np.testing.assert_allclose(out[0, h, i], p @ v[0, h // 2, : 11 - 2 + i], rtol=1e-12)
-            assert largest >= np.abs(s).max()
+            np.testing.assert_allclose(attended.out[0, h, i], p @ v[0, h // 2, : 11 - 2 + i], rtol=1e-12)
+            assert attended.largest >= np.abs(s).max()
+            spread = p @ np.linalg.norm(v[0, h // 2, : 11 - 2 + i], axis=1) / np.linalg.norm(attended.out[0, h, i])
+            assert attended.spread >= spread * (1 - 1e-12) and spread >= 1
     given = rows(Size(1, 2, 2, 8, 40), mx.float32, 3)
     turn = oracle.mlx_angles(40, 8, BASE)
     want = oracles.rotated(np.array(given.k[0, 0]).astype(np.float64), np.arange(40), BASE ** (-np.arange(4) / 4.0))
@@ -254,7 +257,7 @@ def test_rows_are_like_keys_and_seeded() -> None:
     assert np.sum(spread > 4) == 4 and np.square(pre.mean(axis=0)).sum() > 0.3 * np.square(pre).sum(axis=1).mean()
     scores = np.array(made.q[0, 0, 0]).astype(np.float64) @ np.array(made.k[0, 0]).T.astype(np.float64) * size.scale
     assert 0.5 < scores.std() < 8
-    again, other = rows.__wrapped__(size, mx.float32, 7), rows.__wrapped__(size, mx.float32, 8)
+    again, other = _drawn.__wrapped__(size, 7), _drawn.__wrapped__(size, 8)
     assert mx.array_equal(again.k, made.k) and not mx.array_equal(other.k, made.k)
 
 
@@ -267,7 +270,7 @@ def test_figures_agree(whole: tuple[dict[str, Any], Path]) -> None:
     for row in data["rows"]:
         if row["skipped"]:
             continue
-        assert row["low"] <= row["median"] <= row["high"] and row["runs"] >= measuring.LEAST_RUNS
+        assert row["low"] <= row["median"] <= row["high"] and row["runs"] >= timing.LEAST_RUNS
         assert row["values_rate"] == pytest.approx(row["values"] / row["median"])
         if row["moved"] is not None:
             assert row["rate"] == pytest.approx(row["moved"] / row["median"] / 1e9)
@@ -302,7 +305,7 @@ def test_times() -> None:
     """Warm-up apart, at least LEAST_RUNS samples; what goes before a call is not in its time."""
     calls: list[str] = []
     times, last = timed(lambda: calls.append("call") or len(calls), 0.0, lambda: calls.append("before"))
-    assert calls == ["before", "call"] * (1 + measuring.LEAST_RUNS) and (times.runs, times.calls, last) == (3, 1, 8)
+    assert calls == ["before", "call"] * (1 + timing.LEAST_RUNS) and (times.runs, times.calls, last) == (3, 1, 8)
     with forced("cuda"):
         assert copy_bandwidth(0.0) > 0
     assert copy_bandwidth(0.0) > 0

@@ -90,7 +90,8 @@ def _packing(bits: int, size: Size, seed: int) -> Prepared:
         got = oracle.unpacked(out, bits, codes.size)
         return Checked("the codes, unpacked by NumPy", float((got != np.array(codes)).sum()), 0.0)
 
-    return Prepared(lambda: metal.turboquant_bit_pack(codes, bits), check, codes.size + codes.size * bits // 8, codes.size, float(bits))
+    moved = codes.size + codes.size * bits // 8
+    return Prepared(lambda x: metal.turboquant_bit_pack(x, bits), check, moved, codes.size, float(bits), given=(codes,))
 
 
 def _unpacking(bits: int, size: Size, seed: int) -> Prepared:
@@ -101,9 +102,8 @@ def _unpacking(bits: int, size: Size, seed: int) -> Prepared:
     def check(out: mx.array) -> Checked:
         return Checked("the codes, packed by NumPy", float((np.array(out) != np.array(codes)).sum()), 0.0)
 
-    return Prepared(
-        lambda: metal.turboquant_bit_unpack(packed, codes.size, bits), check, codes.size + packed.nbytes, codes.size, float(bits)
-    )
+    moved = codes.size + packed.nbytes
+    return Prepared(lambda x: metal.turboquant_bit_unpack(x, codes.size, bits), check, moved, codes.size, float(bits), given=(packed,))
 
 
 def _key_rows(size: Size, dtype: mx.Dtype, seed: int) -> mx.array:
@@ -128,13 +128,14 @@ def _sign_encoding(size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
         return Checked("float64 rotation", worst, 64 * oracle.EPS[mx.float32])
 
     stored = keys.shape[0] * (size.dim // 8 + 4)
-    return Prepared(lambda: metal.rabitq_encode(keys, diag), check, keys.nbytes + stored, keys.size, 8 * stored / keys.size)
+    moved, bits = keys.nbytes + stored, 8 * stored / keys.size
+    return Prepared(lambda x: metal.rabitq_encode(x, diag), check, moved, keys.size, bits, given=(keys,))
 
 
 def _two_stage_packing(size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
     keys, table = _key_rows(size, dtype, seed), np.linspace(-2, 2, 16, dtype=np.float32)
     edges = (table[1:] + table[:-1]) / 2
-    given = [mx.array(x) for x in (table, edges, edges / 4)]
+    tables = [mx.array(x) for x in (table, edges, edges / 4)]
 
     def check(out: tuple[mx.array, mx.array]) -> Checked:
         wrong = 0
@@ -146,7 +147,8 @@ def _two_stage_packing(size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
             wrong += sum(int((a != b).sum()) for a, b in zip(got, want, strict=True))
         return Checked("codes of both stages in NumPy", float(wrong), 0.0)
 
-    return Prepared(lambda: metal.rvq_quant_pack(keys, *given, 4), check, keys.nbytes + keys.size, keys.size, 8.0)
+    moved = keys.nbytes + keys.size
+    return Prepared(lambda x: metal.rvq_quant_pack(x, *tables, 4), check, moved, keys.size, 8.0, given=(keys,))
 
 
 # --- codecs
@@ -272,6 +274,7 @@ def _recoding(recode: Callable[[mx.array, mx.array], mx.array], angle: float, si
         error = max(oracle.relative(oracle.to_numpy(out[i]), oracle.turned(oracle.to_numpy(keys[i]), turn)) for i in range(keys.shape[0]))
         return Checked("float64 rotation", error, oracle.EPS[dtype] + 4 * oracle.EPS[mx.float32] + angle)
 
+    # Either makes tables in NumPy as it is called, which belongs to the time.
     return Prepared(lambda: recode(keys, positions), check, 2 * keys.nbytes, keys.size)
 
 

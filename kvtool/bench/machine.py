@@ -32,7 +32,7 @@ def machine() -> dict[str, Any]:
         "processor": processor(),
         "device": str(mx.device_info().get("device_name", "unknown")),
         "device_architecture": str(mx.device_info().get("architecture", "unknown")),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory": memory(),
         "backend": backend(),
         "native": native_line(),
         "cores": os.cpu_count(),
@@ -41,6 +41,16 @@ def machine() -> dict[str, Any]:
         "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "all"),
         "versions": {name: found for name in PACKAGES if (found := _version(name))} | {"python": platform.python_version()},
     }
+
+
+def memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_memory() -> int:
+    """Bytes of the device's memory: a CUDA device has its own, others share the machine's."""
+    return int(mx.device_info().get("total_memory", memory())) if backend() == "cuda" else memory()
 
 
 def environment() -> list[str]:

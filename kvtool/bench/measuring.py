@@ -1,29 +1,21 @@
 """One driver for every row: prepare, check, warm up, time, check again.
 
-A row whose result is not within its limit of the oracle's is reported with both numbers and never timed. Times are of calls that end with
-`mx.eval`; calls shorter than SAMPLE are timed several together. Bytes are those of the arrays (or files) that a call must read and write
-once, side information included; GB/s are 1e9 bytes.
+A row whose result is not within its limit of the oracle's is reported with both numbers and never timed. Times are those of `timing`. Bytes are
+those of the arrays (or files) that a call must read and write once, side information included; GB/s are 1e9 bytes.
 """
 
-import math
 import shlex
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from kvtool.bench.machine import environment, machine
+from kvtool.bench.timing import arrays, copy_bandwidth, timed, timed_together
 from veloxquant_mlx import native
 from veloxquant_mlx.metal._backend import backend
-
-SAMPLE = 0.002  # seconds that one sample takes at least: a clock and a launch are then of little account
-LEAST_RUNS = 3
-MOST_RUNS = 1000
-COPY_BYTES = 1 << 28  # beyond any cache of a processor
 
 Progress = Callable[[int, int], None]
 
@@ -53,20 +45,22 @@ class Prepared:
     """A row ready to run.
 
     Attributes:
-        run: one call; arrays that it returns are evaluated by the driver.
+        run: one call, of `given`; arrays that it returns are evaluated by the driver.
         check: its result against the oracle.
         moved: bytes that a call reads and writes, or None where that is not known.
         values: numbers of keys and values (or tokens of a prompt) that a call goes through.
         bits: a value of what is stored, or None where nothing is coded.
         before: run before each call, outside the time.
+        given: the arrays that a call reads, where it evaluates nothing itself: a GPU then gets many calls at once.
     """
 
-    run: Callable[[], Any]
+    run: Callable[..., Any]
     check: Callable[[Any], Checked]
     moved: int | None
     values: int
     bits: float | None = None
     before: Callable[[], None] | None = None
+    given: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,13 +95,14 @@ class Row:
         family, name, device: of the case; backend: too, or "native LEVEL" where the native back end took part in a call.
         checked: what its result was compared with; error and limit: of that.
         problem: what is wrong, or None; skipped: why it did not run, or None. Nothing is timed with either.
-        runs: timed samples; calls: a sample.
+        runs: timed samples; calls: a sample; sets: of inputs in turn.
         median, low, high: seconds a call, with the quartiles.
+        alone: seconds of a call timed one by one, the building of its graph included, where the others are of calls evaluated together.
         moved: bytes a call; rate: GB/s; of_copy: share of the copy bandwidth of this run; None for files.
         to_copy: times as fast as copying these keys and values once in float16 at the copy bandwidth; of attend alone.
         values: a call; values_rate: a second.
         bits: a value.
-        reference: the row compared with; speedup: its median over this one's.
+        reference: the row compared with; speedup: its median over this one's, or where this one has no `alone` its `alone`.
         command: makes this row alone (and its reference), after the variables of the environment that its time depends on.
     """
 
@@ -123,9 +118,11 @@ class Row:
     skipped: str | None = None
     runs: int = 0
     calls: int = 0
+    sets: int = 1
     median: float | None = None
     low: float | None = None
     high: float | None = None
+    alone: float | None = None
     moved: int | None = None
     rate: float | None = None
     of_copy: float | None = None
@@ -144,7 +141,7 @@ class Report:
     Attributes:
         machine: back end, device, versions, cores, load, BLAS.
         settings: options in force.
-        copy: GB/s, read and written, of a copy of COPY_BYTES (`copy_bandwidth`).
+        copy: GB/s, read and written, of a copy of a large array (`timing.copy_bandwidth`).
         rows: in order.
         load_after: load average once all rows were done.
     """
@@ -163,71 +160,6 @@ class Report:
         return asdict(self) | {"failed": self.failed}
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds a call: median and quartiles of `runs` samples of `calls` calls."""
-
-    median: float
-    low: float
-    high: float
-    runs: int
-    calls: int
-
-
-def timed(call: Callable[[], Any], seconds: float, before: Callable[[], None] | None = None) -> tuple[Times, Any]:
-    """Times of a call, and what the last one returned.
-
-    Args:
-        seconds: to spend on samples, what goes before them included; at least LEAST_RUNS are taken whatever they cost.
-        before: run before each call, outside the time; every sample is then one call.
-    """
-    first, last = _sample(call, 1, before)  # warm-up
-    calls = 1 if before is not None else max(1, math.ceil(SAMPLE / max(first, 1e-7)))
-    samples: list[float] = []
-    start = time.perf_counter()
-    while len(samples) < LEAST_RUNS or (time.perf_counter() - start < seconds and len(samples) < MOST_RUNS):
-        last = None  # a result may hold the file that `before` drops from memory
-        taken, last = _sample(call, calls, before)
-        samples.append(taken / calls)
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return Times(statistics.median(samples), low, high, len(samples), calls), last
-
-
-def _sample(call: Callable[[], Any], calls: int, before: Callable[[], None] | None) -> tuple[float, Any]:
-    if before is not None:
-        before()
-    start = time.perf_counter()
-    results = [call() for _ in range(calls)]
-    mx.eval([arrays(result) for result in results])
-    return time.perf_counter() - start, results[-1]
-
-
-def arrays(result: Any) -> list[mx.array]:
-    """The MLX arrays of a result: those to evaluate."""
-    if isinstance(result, mx.array):
-        return [result]
-    inner = result.values() if isinstance(result, dict) else result if isinstance(result, list | tuple) else ()
-    return [array for one in inner for array in arrays(one)]
-
-
-def copy_bandwidth(seconds: float) -> float:
-    """GB/s, read and written, of copying COPY_BYTES: on a CPU NumPy's copy into an array that is there, else MLX's joining of halves."""
-    if backend() == "cpu":
-        source = np.arange(COPY_BYTES // 8, dtype=np.float64)
-        target = np.zeros_like(source)
-        times, _ = timed(lambda: np.copyto(target, source), seconds)
-        same = bool((target == source).all())
-    else:
-        whole = mx.arange(COPY_BYTES // 4, dtype=mx.uint32)
-        halves = [whole[: whole.size // 2], whole[whole.size // 2 :]]
-        mx.eval(whole, halves)
-        times, out = timed(lambda: mx.concatenate(halves), seconds)
-        same = bool(mx.array_equal(out, whole).item())
-    if not same:
-        raise RuntimeError("[bench] a copy of a large array is not equal to its source: this machine's memory cannot be trusted.")
-    return 2 * COPY_BYTES / times.median / 1e9
-
-
 def copy_time(values: int, copy: float) -> float:
     """Seconds to copy so many float16 keys and values at a bandwidth in GB/s, read and written."""
     return 2 * 2 * values / (copy * 1e9)
@@ -244,7 +176,7 @@ def measure(case: Case, command: str, seconds: float, copy: float) -> Row:
         if prepared.before is not None:
             prepared.before()
         before = native.calls()
-        result = prepared.run()
+        result = prepared.run(*prepared.given)
         mx.eval(arrays(result))
         if case.backend is None and native.calls() != before:
             row = replace(row, backend=f"native {native.level()}")
@@ -253,7 +185,10 @@ def measure(case: Case, command: str, seconds: float, copy: float) -> Row:
         if row.problem is not None:
             return row
         del result
-        times, last = timed(prepared.run, seconds, prepared.before)
+        if prepared.given and known["backend"] != "cpu":
+            times, last = timed_together(prepared.run, prepared.given, seconds)
+        else:
+            times, last = timed(partial(prepared.run, *prepared.given), seconds, prepared.before)
         again = prepared.check(last)
     except (RuntimeError, ValueError, TypeError) as error:  # a refusal of the function, or memory that MLX could not get
         return replace(row, problem=f"{type(error).__name__}: {error}")
@@ -265,9 +200,11 @@ def measure(case: Case, command: str, seconds: float, copy: float) -> Row:
         error=max(checked.error, again.error),
         runs=times.runs,
         calls=times.calls,
+        sets=times.sets,
         median=times.median,
         low=times.low,
         high=times.high,
+        alone=times.alone,
         moved=prepared.moved,
         rate=rate,
         of_copy=None if rate is None or case.family in ("files", "first-token") else rate / copy,
@@ -316,7 +253,11 @@ def run(
 
 
 def _compared(rows: Sequence[Row]) -> Iterator[Row]:
-    medians = {(row.family, row.name): row.median for row in rows}
+    known = {(row.family, row.name): row for row in rows}
     for row in rows:
-        other = None if row.reference is None else medians.get((row.family, row.reference))
-        yield row if other is None or row.median is None else replace(row, speedup=other / row.median)
+        other = None if row.reference is None else known.get((row.family, row.reference))
+        if other is None or other.median is None or row.median is None:
+            yield row
+            continue
+        # One by one beside one by one.
+        yield replace(row, speedup=(other.median if row.alone is not None or other.alone is None else other.alone) / row.median)

@@ -4,14 +4,17 @@ Codes of raw, rvq, rabitq, affine and of mlx's own quantisation are decoded here
 the codec itself, whole; attention, which reads them tile by tile, is then checked against those rows.
 
     error of attention = max over queries of |out - want| / |want|
-    limit              = eps (16 + 4 max |score|) + eps_float32 S / LANES + eps_out
+    limit              = eps (16 + 4 max |score|) + eps_float32 S / LANES + eps_w / 2 (1 + max spread) + eps_out
 
 eps is of the dtype that scores are computed in, eps_out of the result's: a score s is off by a few eps |s|, and so is its weight. Sums over
-S tokens are of float32, one term after another in a few lanes.
+S tokens are of float32, one term after another in a few lanes. eps_w is of what weights are rounded to, where that is not float32: it moves
+sum w v by at most eps_w / 2 sum w |v|, and sum w by as much of itself; spread = sum w |v| / |sum w v|, where sum w = 1. Tables and queries that a
+function rounds to 16 bits are rounded here, too.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +40,11 @@ def to_numpy(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
+def rounded(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """To the numbers of a dtype, float64."""
+    return to_numpy(mx.array(x.astype(np.float32)).astype(dtype))
+
+
 # --- codes
 
 
@@ -48,7 +56,7 @@ def independent(codec: Codec) -> bool:
 def unpacked(codes: mx.array, bits: int, count: int) -> np.ndarray:
     """Codes of a little-endian bit stream, (..., bytes) uint8 -> (..., count)."""
     raw = np.unpackbits(np.array(codes), axis=-1, bitorder="little")[..., : count * bits]
-    return raw.reshape(*raw.shape[:-1], count, bits) @ (1 << np.arange(bits))
+    return np.packbits(raw.reshape(*raw.shape[:-1], count, bits), axis=-1, bitorder="little")[..., 0]
 
 
 def rotation(dim: int, seed: int) -> np.ndarray:
@@ -61,8 +69,8 @@ def rotation(dim: int, seed: int) -> np.ndarray:
     return np.kron(np.cos(angles) + np.sin(angles), sylvester) / math.sqrt(dim) * np.array(signs(dim, seed))
 
 
-def decoded(codec: Codec, parts: Parts, shape: Shape, head: int, given: Given | None = None) -> np.ndarray:
-    """Rows of one head, (S, D) float64."""
+def decoded(codec: Codec, parts: Parts, shape: Shape, head: int, given: Given | None = None, halves: bool = False) -> np.ndarray:
+    """Rows of one head, (S, D) float64; with `halves` from a table, or sums of two tables, whose entries are rounded to halves."""
     _, tokens, dim = shape
     if isinstance(codec, Raw):
         return to_numpy(parts["data"][head])
@@ -76,6 +84,7 @@ def decoded(codec: Codec, parts: Parts, shape: Shape, head: int, given: Given | 
             np.array(table)[unpacked(parts[part][head], bits, dim)]
             for part, table, bits in zip(codec.code_parts, codec.codebooks, codec.bits, strict=True)
         )
+        q = rounded(q, mx.float16) if halves else q
         scale = to_numpy(parts["scale"][head])[:, None]
         x = np.abs(scale) * (q @ rotation(dim, codec.seed))
         return x + np.where(np.signbit(scale), 0.0, 1.0) * to_numpy(parts["mean"][head]) if codec.center else x
@@ -112,37 +121,45 @@ def mlx_angles(tokens: int, dim: int, base: float) -> tuple[np.ndarray, np.ndarr
 # --- attention
 
 
-def attention(
-    q: np.ndarray, keys: HeadRows, values: HeadRows, kv_heads: int, query: Callable[[np.ndarray], np.ndarray] | None = None
-) -> tuple[np.ndarray, float]:
+@dataclass(frozen=True)
+class Attended:
+    """Attention in float64: out (B, H_q, Q, D_v), the largest |score|, and the largest sum w |v| / |sum w v|."""
+
+    out: np.ndarray
+    largest: float
+    spread: float
+
+
+def attention(q: np.ndarray, keys: HeadRows, values: HeadRows, kv_heads: int) -> Attended:
     """Softmax attention; query i of Q stands at position S - Q + i and sees no later key.
 
     Args:
         q: (B, H_q, Q, D) times the scale.
         keys, values: rows of a head.
-        query: what a kernel makes of its queries before it scores them, or None.
-
-    Returns:
-        out (B, H_q, Q, D_v), and the largest |score|.
     """
     batch, heads, count, _ = q.shape
-    groups, out, largest = heads // kv_heads, [], 0.0
-    q = q if query is None else query(q)
+    groups, out, largest, spread = heads // kv_heads, [], 0.0, 0.0
     for b in range(batch):
         for h in range(kv_heads):
             k, v = keys(b, h), values(b, h)
             hidden = np.arange(len(k)) > np.arange(len(k) - count, len(k))[:, None]
+            sizes = np.linalg.norm(v, axis=-1)
             for own in q[b, h * groups : (h + 1) * groups]:
                 scores = own @ k.T
                 largest = max(largest, float(np.abs(scores).max()))
                 scores[hidden] = -np.inf
                 weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-                out.append(weights @ v / weights.sum(axis=-1, keepdims=True))
-    return np.stack(out).reshape(batch, heads, count, -1), largest
+                weights /= weights.sum(axis=-1, keepdims=True)
+                out.append(weights @ v)
+                spread = max(spread, float((weights @ sizes / np.linalg.norm(out[-1], axis=-1)).max()))
+    return Attended(np.stack(out).reshape(batch, heads, count, -1), largest, spread)
 
 
-def attention_check(want: np.ndarray, largest: float, tokens: int, compute: mx.Dtype, against: str) -> Callable[[Any], Checked]:
-    """Checks (B, H_q, Q, D) results of attention to so many tokens whose scores are computed in a dtype."""
+def attention_check(
+    attended: Attended, tokens: int, compute: mx.Dtype, against: str, weights: mx.Dtype = mx.float32
+) -> Callable[[Any], Checked]:
+    """Checks (B, H_q, Q, D) results of attention to so many tokens; scores are computed in one dtype, weights rounded to another."""
+    want = attended.out
 
     def check(out: Any) -> Checked:
         if tuple(out.shape) != want.shape:
@@ -150,8 +167,10 @@ def attention_check(want: np.ndarray, largest: float, tokens: int, compute: mx.D
         got = to_numpy(out) if isinstance(out, mx.array) else np.asarray(out, np.float64)
         eps_out = EPS[out.dtype] if isinstance(out, mx.array) else float(np.finfo(out.dtype).eps)
         error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
-        sums = EPS[mx.float32] * tokens / LANES
-        return Checked(against, float(error.max()), EPS[compute] * (16 + 4 * largest) + sums + eps_out)
+        limit = EPS[compute] * (16 + 4 * attended.largest) + EPS[mx.float32] * tokens / LANES + eps_out
+        if weights != mx.float32:
+            limit += EPS[weights] / 2 * (1 + attended.spread)
+        return Checked(against, float(error.max()), limit)
 
     return check
 

@@ -121,16 +121,26 @@ class Law:
         return noise, v
 
 
-@lru_cache(maxsize=1)
 def rows(size: Size, dtype: mx.Dtype, seed: int) -> Rows:
     """The rows of a run."""
+    drawn = _drawn(size, seed)
+    if dtype == mx.float32:
+        return drawn
+    made = Rows(drawn.q.astype(dtype), drawn.k.astype(dtype), drawn.v.astype(dtype))
+    mx.eval(made.q, made.k, made.v)
+    return made
+
+
+@lru_cache(maxsize=1)
+def _drawn(size: Size, seed: int) -> Rows:
+    """The rows of a run in float32."""
     law = Law.of(size.kv_heads, size.dim, seed)
     pairs = [law.drawn(np.random.default_rng([seed, b, 1]), size.tokens) for b in range(size.batch)]
     k, v = (mx.stack([mx.array(pair[i]) for pair in pairs]) for i in (0, 1))
     k = mx.fast.rope(k, size.dim, traditional=False, base=BASE, scale=1.0, offset=0)
     noise = np.random.default_rng([seed, 2]).standard_normal((size.batch, size.kv_heads, size.groups, size.queries, size.dim))
     q = mx.array((2 * noise / law.size[:, None, None]).reshape(size.batch, size.heads, size.queries, size.dim).astype(np.float32))
-    made = Rows(q.astype(dtype), k.astype(dtype), v.astype(dtype))
+    made = Rows(q, k, v)
     mx.eval(made.q, made.k, made.v)
     return made
 
@@ -211,15 +221,19 @@ def independently_decoded(made: tuple[Block, ...]) -> bool:
     return all(oracle.independent(codec) for codec in (made[0].k.codec, made[0].v.codec))
 
 
-def head_rows(made: tuple[Block, ...]) -> tuple[oracle.HeadRows, oracle.HeadRows]:
-    """The oracle's keys, as cached, and values of a (sequence, head); the codec decodes what the oracle does not know, once a sequence."""
+def head_rows(made: tuple[Block, ...], halves: str = "") -> tuple[oracle.HeadRows, oracle.HeadRows]:
+    """The oracle's keys, as cached, and values of a (sequence, head); the codec decodes what the oracle does not know, once a sequence.
+
+    Args:
+        halves: roles, of "kv", whose tables are rounded to halves.
+    """
     whole = lru_cache(maxsize=1)(lambda b: _by_codec(made[b]))
     turn = oracle.mlx_angles(made[0].count, made[0].k.shape[2], BASE) if made[0].k.rope is not None else None
 
     def of(role: str, b: int, h: int) -> np.ndarray:
         coded: CodedRows = getattr(made[b], role)
         if oracle.independent(coded.codec):
-            x = oracle.decoded(coded.codec, coded.parts, coded.shape, h)
+            x = oracle.decoded(coded.codec, coded.parts, coded.shape, h, halves=role in halves)
         else:
             x = oracle.to_numpy(whole(b)[role][h])
         return oracle.turned(x, turn) if role == "k" and turn is not None else x

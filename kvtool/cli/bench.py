@@ -264,16 +264,23 @@ def _table(rows: list["Row"]) -> list[str]:
     elsewhere = {row.backend for row in rows}
     name, against = max(3, *(len(row.name) for row in rows)), next((row.reference for row in rows if row.reference), None)
     width = max(8, *map(len, elsewhere))
-    head = f"{'row':<{name}} {'on':<{width}} {'median':>8} {'quartiles':>19} {'runs':>5} {'bytes':>13} {'GB/s':>7} {'of it':>6} "
+    together = any(row.alone is not None for row in rows)
+    own = f" {'calls':>5} {'alone':>8}" if together else ""
+    head = f"{'row':<{name}} {'on':<{width}} {'median':>8} {'quartiles':>19} {'runs':>5}{own} {'bytes':>13} {'GB/s':>7} {'of it':>6} "
     lines = [head + f"{'values/s':>9} {'bits':>6} {'speed':>6} {'copy':>6} {'error':>8} {'limit':>8}"]
     for row in (row for row in rows if row.skipped is None):
         spread = "-" if row.low is None else f"{duration(row.low)} - {duration(row.high)}"
+        own = f" {row.calls or '-':>5} {duration(row.alone):>8}" if together else ""
         figures = [
-            f"{duration(row.median):>8} {spread:>19} {row.runs or '-':>5} {'-' if row.moved is None else f'{row.moved:,}':>13}",
+            f"{duration(row.median):>8} {spread:>19} {row.runs or '-':>5}{own} {'-' if row.moved is None else f'{row.moved:,}':>13}",
             f"{_figure(row.rate, '7.3g')} {_figure(row.of_copy, '6.2f')} {_figure(row.values_rate, '9.2e')} {_figure(row.bits, '6.2f')}",
             f"{_figure(row.speedup, '6.2f')} {_figure(row.to_copy, '6.2f')} {_figure(row.error, '8.1e')} {_figure(row.limit, '8.1e')}",
         ]
         lines.append(f"{row.name:<{name}} {row.backend:<{width}} {' '.join(figures)}")
+    if together:
+        sets = max(row.sets for row in rows)
+        lines.append(f"median: of `calls` built first and evaluated together, {sets} sets of inputs in turn; alone: one by one, graph included")
+        lines.append("rows without `alone` are timed one by one, their speed beside that of a call alone")
     if against is not None:
         lines.append(f"speed: times as fast as {', '.join(dict.fromkeys(row.reference for row in rows if row.reference))}")
     if any(row.to_copy is not None for row in rows):

@@ -1,0 +1,197 @@
+"""Kernel functions that attend to codes: what they take of a codec's parts, and what they round.
+
+A function gets the very parts of a codec, and queries in the dtype that models run in: what it takes to rotate them, in float32 and rounded
+to that dtype again, and to rotate the output back, is in its time. The oracle has the queries rounded alike.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvtool.bench import oracle
+from kvtool.bench.rows import Size
+from veloxquant_mlx import metal
+from veloxquant_mlx.caches.blocks import Block
+from veloxquant_mlx.codecs import CodecPlan
+from veloxquant_mlx.codecs._rotation import matrix
+from veloxquant_mlx.codecs.affine import Affine
+from veloxquant_mlx.codecs.rabitq import Rabitq
+from veloxquant_mlx.codecs.rvq import Rvq
+from veloxquant_mlx.codecs.vecinfer import VecInfer
+from veloxquant_mlx.metal import _rabitq_attend, _rvq_attend
+from veloxquant_mlx.metal._attend import hadamard_matrix
+from veloxquant_mlx.metal._attend_launch import DECODE_DIM
+from veloxquant_mlx.metal._backend import backend
+from veloxquant_mlx.metal._prefill_tiles import DIMS as TILED_DIMS
+from veloxquant_mlx.metal._prefill_tiles import HALVES
+from veloxquant_mlx.metal.fused_sdpa import supports_shape
+
+PREFILL_DIM = 128  # largest D of the prefill kernels
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A function over the codes of a run.
+
+    Attributes:
+        run: of queries (B, H_q, Q, D) and `operands`; evaluates nothing on a GPU.
+        operands: arrays that it reads, or lists of them.
+        query: what it makes of queries before it scores them, back in the keys' frame, or None.
+        halves: roles, of "kv", whose tables' entries it rounds to halves here.
+        weights: what it rounds weights to here.
+    """
+
+    run: Callable[[mx.array, Any], mx.array]
+    operands: Any
+    query: Callable[[np.ndarray], np.ndarray] | None = None
+    halves: str = ""
+    weights: mx.Dtype = mx.float32
+
+
+def kernels(plan: CodecPlan, size: Size) -> list[str]:
+    """The kernel functions that take the codes of these codecs as they are: they know no means, and keys as cached alone."""
+    k: Any = plan.k
+    v: Any = plan.v
+    dim = size.dim
+    plain_values = isinstance(v, Rvq) and len(v.codebooks) == 1 and not v.center
+    if isinstance(k, Affine) and isinstance(v, Affine) and (k.per, v.per) == ("channel", "token") and k.group == v.group and dim <= 256:
+        return ["scalar_fused_decode_attend"]
+    if isinstance(k, Rvq) and len(k.codebooks) == 2 and not k.center and dim <= 256:
+        return ["turboquant_fused_rvq_decode_attend"] if plain_values else []
+    if isinstance(k, Rabitq) and k.bits == (1,) and not k.center and plain_values and v.bits[0] <= 4 and dim % 8 == 0:
+        exact = ["rabitq_prefill_attend"] if dim <= PREFILL_DIM and v.bits == (4,) else []
+        return ([] if size.queries > 1 else ["rabitq_fused_attend"]) + exact
+    if isinstance(k, VecInfer) and isinstance(v, VecInfer) and dim % 32 == 0 and supports_shape(1 << k.bits, dim // k.sub, dim):
+        return ["metal_fused_sdpa"] if (k.bits, k.sub) == (v.bits, v.sub) else []
+    return []
+
+
+def decodes_in_halves(size: Size, dtype: mx.Dtype) -> bool:
+    """Whether a function of `_attend_launch.Decode` takes its kernel on tensor cores, which rounds tables to halves, for codes that it is for."""
+    return backend() == "cuda" and size.queries == 1 and size.dim == DECODE_DIM and dtype in HALVES
+
+
+def prefills_in_halves(size: Size, dtype: mx.Dtype) -> bool:
+    """Whether a function of `_prefill_tiles.Tiled` takes its kernel on tensor cores, which rounds weights to the values' 16 bits."""
+    return backend() == "cuda" and size.dim in TILED_DIMS and dtype in HALVES
+
+
+# --- one after another
+
+
+def _joined(made: tuple[Block, ...], role: str, part: str) -> mx.array:
+    """A part of all sequences, with the batch axis in front."""
+    whole = mx.stack([getattr(block, role).parts[part] for block in made])
+    mx.eval(whole)
+    return whole
+
+
+def _scalar(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
+    parts = [_joined(made, role, part) for role in "kv" for part in ("codes", "scale", "zero")]
+    more: Any = {"packed": "lsb8", "k_bits": plan.k.bits, "v_bits": plan.v.bits, "causal": size.queries > 1, "out_dtype": dtype}
+    return Kernel(lambda q, own: metal.scalar_fused_decode_attend(q, *own, plan.k.group, size.scale, **more), parts)
+
+
+def _turning(plan: Any, size: Size, dtype: mx.Dtype) -> tuple[Callable[[mx.array], mx.array], Callable[[np.ndarray], np.ndarray]]:
+    """Queries in the frame of the keys' codes, float32, and what the oracle makes of them: rounded there, and back in the keys' frame."""
+    turn, rotation = matrix(size.dim, plan.k.seed).swapaxes(0, 1), oracle.rotation(size.dim, plan.k.seed)
+    return lambda q: mx.matmul(q.astype(mx.float32), turn), lambda q: oracle.rounded(q @ rotation.T, dtype) @ rotation
+
+
+def _two_stage(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
+    parts = [_joined(made, *part) for part in (("k", "codes1"), ("k", "codes2"), ("v", "codes"), ("k", "scale"), ("v", "scale"))]
+    tables = [mx.array(table) for table in plan.k.codebooks]
+    words = mx.array(plan.v.codebooks[0])[:, None]
+    more: Any = {"out_rotation": matrix(size.dim, plan.v.seed), "packed": "lsb8", "causal": size.queries > 1, "out_dtype": dtype}
+    turned, query = _turning(plan, size, dtype)
+    bits = (*plan.k.bits, *plan.v.bits)
+
+    def run(q: mx.array, own: Any) -> mx.array:
+        first, second, codes, norm, scale = own
+        z = turned(q).astype(q.dtype)
+        return metal.turboquant_fused_rvq_decode_attend(z, first, second, *tables, codes, words, *bits, k_norm=norm, v_scale=scale, **more)
+
+    return Kernel(run, parts, query, "kv" if bits == _rvq_attend.DECODE_BITS and decodes_in_halves(size, dtype) else "")
+
+
+def _signs(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> tuple[list[mx.array], mx.array, dict[str, Any]]:
+    """What both functions for 1-bit keys take: bits, magnitudes, additions, values' codes and scales; the values' table; options."""
+    bits, magnitude = (_joined(made, "k", part) for part in ("codes", "scale"))
+    codes, scale = (_joined(made, "v", part) for part in ("codes", "scale"))
+    added = mx.zeros(magnitude.shape, magnitude.dtype)
+    table = mx.array(plan.v.codebooks[0])
+    mx.eval(added, table)
+    more = {"out_rotation": matrix(size.dim, plan.v.seed), "packed": "lsb8", "causal": size.queries > 1, "out_dtype": dtype}
+    return [bits, magnitude, added, codes, scale], table, more
+
+
+def _hamming(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
+    """Scores the signs of a query: z ~ mean |z| sign z. The oracle's query is that one, back in the keys' frame."""
+    parts, table, more = _signs(plan, made, size, dtype)
+    turned, _ = _turning(plan, size, dtype)
+    rotation = oracle.rotation(size.dim, plan.k.seed)
+
+    def run(q: mx.array, own: Any) -> mx.array:
+        *keys, codes, scale = own
+        z = turned(q)
+        factor = mx.mean(mx.abs(z), axis=-1) * size.scale
+        return metal.rabitq_fused_attend(z.astype(q.dtype), factor, *keys, codes, table, v_scale=scale, **more)
+
+    def query(q: np.ndarray) -> np.ndarray:
+        z = q @ rotation.T
+        return np.where(z >= 0, 1.0, -1.0) * np.abs(z).mean(axis=-1, keepdims=True) @ rotation
+
+    halves = plan.v.bits == (_rabitq_attend.DECODE_BITS,) and decodes_in_halves(size, dtype)
+    return Kernel(run, parts, query, "v" if halves else "")
+
+
+def _prefill(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
+    parts, table, more = _signs(plan, made, size, dtype)
+    turned, query = _turning(plan, size, dtype)
+    scale = mx.array([size.scale], mx.float32)
+
+    def run(q: mx.array, own: Any) -> mx.array:
+        *keys, codes, factor = own
+        return metal.rabitq_prefill_attend(turned(q).astype(q.dtype), scale, *keys, codes, table, v_scale=factor, **more)
+
+    halves = prefills_in_halves(size, dtype)
+    return Kernel(run, parts, query, "v" if halves else "", mx.float16 if halves else mx.float32)
+
+
+def _words(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
+    """One table for all heads of a sequence, and one set of tables for a call: a batch has as many calls."""
+    names = (("k", "codes"), ("k", "words"), ("v", "codes"), ("v", "words"))
+    parts = [[getattr(block, role).parts[part][None if part == "codes" else ...] for role, part in names] for block in made]
+    turn, smooth = hadamard_matrix(size.dim), [_smoothing(block, size) if plan.k.smooth else None for block in made]
+    more: Any = {"causal": size.queries > 1, "packed": "lsb8", "out_dtype": dtype}
+
+    def run(q: mx.array, own: Any) -> mx.array:
+        outs = []
+        for b, (sequence, by) in enumerate(zip(own, smooth, strict=True)):
+            z = q[b : b + 1]
+            z = z if by is None else mx.matmul(z.astype(mx.float32) * by, turn).astype(q.dtype)
+            outs.append(metal.metal_fused_sdpa(z, *sequence, size.scale, **more))
+        return outs[0] if len(outs) == 1 else mx.concatenate(outs)
+
+    def query(q: np.ndarray) -> np.ndarray:
+        by, rotation = np.concatenate([oracle.to_numpy(one) for one in smooth]), oracle.to_numpy(turn)
+        return oracle.rounded(q * by @ rotation, dtype) @ rotation.T / by
+
+    return Kernel(run, parts, query if plan.k.smooth else None)
+
+
+def _smoothing(block: Block, size: Size) -> mx.array:
+    """What queries are multiplied by, (1, H_q, 1, D)."""
+    return mx.repeat(block.k.parts["smooth"].astype(mx.float32), size.groups, axis=0)[None, :, None]
+
+
+FUNCTIONS: dict[str, Callable[[Any, tuple[Block, ...], Size, mx.Dtype], Kernel]] = {
+    "scalar_fused_decode_attend": _scalar,
+    "turboquant_fused_rvq_decode_attend": _two_stage,
+    "rabitq_fused_attend": _hamming,
+    "rabitq_prefill_attend": _prefill,
+    "metal_fused_sdpa": _words,
+}
