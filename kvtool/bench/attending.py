@@ -1,8 +1,8 @@
 """Rows of attention: to codes as generation reads them, by the kernel functions that take the same codes, and by others.
 
-`codes` is `Fetched.attend` of the caches that generation uses, one sequence after another; all rows are codes. Kernel functions: `functions`.
-Others start from rows in the dtype that models run in here (float32 on a Linux CPU, else float16), or the one in their name. Keys are as
-cached, unless a codec stores them before RoPE and turns them back itself. Rows of several queries are causal.
+`codes` is `Fetched.attend` of the caches that generation uses, one sequence after another; all rows are codes. Kernel functions get the
+codes as `functions` says. Others start from rows in the dtype that models run in here (float32 on a Linux CPU, else float16), or the one
+in their name. Keys are as cached, unless a codec stores them before RoPE and turns them back itself. Rows of several queries are causal.
 """
 
 import importlib.util
@@ -136,7 +136,7 @@ def _check(
     def check(out: Any) -> Checked:
         if not known:
             own = oracle.to_numpy(q) if query is None else query(oracle.to_numpy(q))
-            known.append(oracle.attention(own * size.scale, keys, values, size.kv_heads))
+            known.append(oracle.attention(own * size.scale, keys, values, size.kv_heads, size.tokens))
         return oracle.attention_check(known[0], size.tokens, compute, against, weights)(out)
 
     return check
@@ -165,7 +165,7 @@ def _given(
 ) -> Prepared:
     """A row that attends to rows as they are; `weights` is what it rounds weights to."""
     q, k, v = qkv
-    heads = [lambda b, h, x=x: oracle.to_numpy(x[b, h]) for x in (k, v)]
+    heads = [lambda b, h, x=x: partial(oracle.to_numpy, oracle.held(x[b, h])) for x in (k, v)]
     check = _check(size, q, heads[0], heads[1], compute, GIVEN, weights=weights)
     return Prepared(run, check, k.nbytes + v.nbytes + 2 * q.nbytes, size.values, 8.0 * k.dtype.size, given=qkv)
 
@@ -210,7 +210,7 @@ def _mlx_lm(bits: int, size: Size, dtype: mx.Dtype, seed: int) -> Case:
             own = mx.stop_gradient(q)  # it multiplies its queries in place
             return quantized_scaled_dot_product_attention(own, keys, values, size.scale, mask, group_size=group, bits=bits)
 
-        heads = [lambda b, h, x=x: oracle.mlx_decoded(x, bits, group, (b, h)) for x in (keys, values)]
+        heads = [lambda b, h, x=x: oracle.mlx_decoder(x, bits, group, (b, h)) for x in (keys, values)]
         check = _check(size, q, heads[0], heads[1], dtype, oracle.INDEPENDENT)
         stored = sum(part.nbytes for triplet in (keys, values) for part in triplet)
         return Prepared(run, check, stored + 2 * q.nbytes, size.values, 8 * stored / size.values, given=(q, keys, values))

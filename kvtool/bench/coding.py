@@ -19,6 +19,7 @@ from kvtool.bench import oracle
 from kvtool.bench.attending import NAMES
 from kvtool.bench.measuring import Case, Checked, Prepared
 from kvtool.bench.rows import BASE, Rows, Size, blocks, head_rows, independently_decoded, parts_bytes, plan_of, rope_of, rows
+from kvtool.bench.threads import in_threads
 from veloxquant_mlx import metal
 from veloxquant_mlx.caches.blocks import Block
 from veloxquant_mlx.caches.coded import Growth
@@ -113,19 +114,27 @@ def _key_rows(size: Size, dtype: mx.Dtype, seed: int) -> mx.array:
     return keys
 
 
+def _in_rows(arrays: tuple[mx.array, ...], size: Size) -> Iterator[tuple[np.ndarray, ...]]:
+    """Arrays of rows, for each head of a sequence."""
+    for at in range(0, arrays[0].shape[0], size.tokens):
+        yield tuple(oracle.held(array[at : at + size.tokens]) for array in arrays)
+
+
 def _sign_encoding(size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
     keys, diag = _key_rows(size, dtype, seed), mx.array(signs(size.dim, seed)).astype(mx.float32)
     turn = oracle.rotation(size.dim, seed).T
 
     def check(out: tuple[mx.array, mx.array]) -> Checked:
         """How far a coordinate with another sign is from 0, and a magnitude from its own, beside the row's own magnitude."""
-        worst = 0.0
-        for at in range(0, keys.shape[0], size.tokens):
-            y = oracle.to_numpy(keys[at : at + size.tokens]) @ turn
-            bits, size_of = oracle.unpacked(out[0][at : at + size.tokens], 1, size.dim), np.abs(y).mean(axis=1)
-            off = np.where((bits == 1) != (y >= 0), np.abs(y), 0.0).max(axis=1)
-            worst = max(worst, float((np.maximum(off, np.abs(oracle.to_numpy(out[1][at : at + size.tokens]) - size_of)) / size_of).max()))
-        return Checked("float64 rotation", worst, 64 * oracle.EPS[mx.float32])
+
+        def worst(x: np.ndarray, codes: np.ndarray, magnitude: np.ndarray) -> float:
+            y = oracle.to_numpy(x) @ turn
+            size_of = np.abs(y).mean(axis=1)
+            off = np.where((oracle.unpacked(codes, 1, size.dim) == 1) != (y >= 0), np.abs(y), 0.0).max(axis=1)
+            return float((np.maximum(off, np.abs(oracle.to_numpy(magnitude) - size_of)) / size_of).max())
+
+        found = in_threads(worst, _in_rows((keys, *out), size), 48 * size.tokens * size.dim)
+        return Checked("float64 rotation", max(found), 64 * oracle.EPS[mx.float32])
 
     stored = keys.shape[0] * (size.dim // 8 + 4)
     moved, bits = keys.nbytes + stored, 8 * stored / keys.size
@@ -138,14 +147,14 @@ def _two_stage_packing(size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
     tables = [mx.array(x) for x in (table, edges, edges / 4)]
 
     def check(out: tuple[mx.array, mx.array]) -> Checked:
-        wrong = 0
-        for at in range(0, keys.shape[0], size.tokens):
-            x = np.array(keys[at : at + size.tokens].astype(mx.float32))
+        def wrong(x: np.ndarray, *stages: np.ndarray) -> int:
             first = np.searchsorted(edges, x)
             want = (first, np.searchsorted(edges / 4, x - table[first]))
-            got = (oracle.unpacked(stage[at : at + size.tokens].view(mx.uint8), 4, size.dim) for stage in out)
-            wrong += sum(int((a != b).sum()) for a, b in zip(got, want, strict=True))
-        return Checked("codes of both stages in NumPy", float(wrong), 0.0)
+            got = (oracle.unpacked(stage.view(np.uint8), 4, size.dim) for stage in stages)
+            return sum(int((a != b).sum()) for a, b in zip(got, want, strict=True))
+
+        found = in_threads(wrong, _in_rows((keys, *out), size), 64 * size.tokens * size.dim)
+        return Checked("codes of both stages in NumPy", float(sum(found)), 0.0)
 
     moved = keys.nbytes + keys.size
     return Prepared(lambda x: metal.rvq_quant_pack(x, *tables, 4), check, moved, keys.size, 8.0, given=(keys,))
@@ -189,7 +198,7 @@ def lost(read: dict[str, oracle.HeadRows], made: tuple[Block, ...], given: Rows,
         for b in range(x.shape[0]):
             for h in range(x.shape[1]):
                 own = oracle.to_numpy(x[b, h])
-                error += float(np.square(read[role](b, h) - own).sum())
+                error += float(np.square(read[role](b, h)() - own).sum())
                 energy += float(np.square(own - own.mean(axis=0)).sum())
         worst = max(worst, error / energy / allowed(coded.codec, coded.shape))
     return Checked(f"{against}: lost energy over its limit", worst, 1.0)
@@ -231,8 +240,8 @@ def _same(outs: list[list[mx.array]], made: tuple[Block, ...], dtype: mx.Dtype, 
     if not independently_decoded(made):
         keys = [_as_cached(block, out[0]) for block, out in zip(made, outs, strict=True)]
         read: dict[str, oracle.HeadRows] = {
-            "k": lambda b, h: oracle.to_numpy(keys[b][h]),
-            "v": lambda b, h: oracle.to_numpy(outs[b][1][h]),
+            "k": lambda b, h: partial(oracle.to_numpy, oracle.held(keys[b][h])),
+            "v": lambda b, h: partial(oracle.to_numpy, oracle.held(outs[b][1][h])),
         }
         return lost(read, made, rows(size, dtype, seed), "the rows that were encoded")
     error = 0.0
@@ -240,7 +249,8 @@ def _same(outs: list[list[mx.array]], made: tuple[Block, ...], dtype: mx.Dtype, 
         for role, got in zip("kv", out, strict=True):
             coded = getattr(block, role)
             for h in range(coded.shape[0]):
-                error = max(error, oracle.relative(oracle.to_numpy(got[h]), oracle.decoded(coded.codec, coded.parts, coded.shape, h)))
+                want = oracle.decoder(coded.codec, coded.parts, coded.shape, h)()
+                error = max(error, oracle.relative(oracle.to_numpy(got[h]), want))
     return Checked("rows decoded in NumPy", error, oracle.EPS[dtype] + 16 * oracle.EPS[mx.float32])
 
 

@@ -70,7 +70,7 @@ def kernels(plan: CodecPlan, size: Size) -> list[str]:
 
 
 def decodes_in_halves(size: Size, dtype: mx.Dtype) -> bool:
-    """Whether a function of `_attend_launch.Decode` takes its kernel on tensor cores, which rounds tables to halves, for codes that it is for."""
+    """Whether a function of `_attend_launch.Decode` takes, for codes that it is for, its kernel on tensor cores, with tables of halves."""
     return backend() == "cuda" and size.queries == 1 and size.dim == DECODE_DIM and dtype in HALVES
 
 
@@ -165,14 +165,14 @@ def _words(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> K
     """One table for all heads of a sequence, and one set of tables for a call: a batch has as many calls."""
     names = (("k", "codes"), ("k", "words"), ("v", "codes"), ("v", "words"))
     parts = [[getattr(block, role).parts[part][None if part == "codes" else ...] for role, part in names] for block in made]
-    turn, smooth = hadamard_matrix(size.dim), [_smoothing(block, size) if plan.k.smooth else None for block in made]
+    turn, smooth = hadamard_matrix(size.dim), [_smoothing(block, size) for block in made] if plan.k.smooth else []
     more: Any = {"causal": size.queries > 1, "packed": "lsb8", "out_dtype": dtype}
 
     def run(q: mx.array, own: Any) -> mx.array:
         outs = []
-        for b, (sequence, by) in enumerate(zip(own, smooth, strict=True)):
+        for b, sequence in enumerate(own):
             z = q[b : b + 1]
-            z = z if by is None else mx.matmul(z.astype(mx.float32) * by, turn).astype(q.dtype)
+            z = mx.matmul(z.astype(mx.float32) * smooth[b], turn).astype(q.dtype) if smooth else z
             outs.append(metal.metal_fused_sdpa(z, *sequence, size.scale, **more))
         return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
@@ -180,7 +180,7 @@ def _words(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> K
         by, rotation = np.concatenate([oracle.to_numpy(one) for one in smooth]), oracle.to_numpy(turn)
         return oracle.rounded(q * by @ rotation, dtype) @ rotation.T / by
 
-    return Kernel(run, parts, query if plan.k.smooth else None)
+    return Kernel(run, parts, query if smooth else None)
 
 
 def _smoothing(block: Block, size: Size) -> mx.array:

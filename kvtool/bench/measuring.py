@@ -1,7 +1,7 @@
 """One driver for every row: prepare, check, warm up, time, check again.
 
-A row whose result is not within its limit of the oracle's is reported with both numbers and never timed. Times are those of `timing`. Bytes are
-those of the arrays (or files) that a call must read and write once, side information included; GB/s are 1e9 bytes.
+A row whose result is not within its limit of the oracle's is reported with both numbers and never timed. Times are those of `timing`. Bytes
+are those of the arrays (or files) that a call must read and write once, side information included; GB/s are 1e9 bytes.
 """
 
 import shlex
@@ -15,9 +15,8 @@ import mlx.core as mx
 from kvtool.bench.machine import environment, machine
 from kvtool.bench.timing import arrays, copy_bandwidth, timed, timed_together
 from veloxquant_mlx import native
-from veloxquant_mlx.metal._backend import backend
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int, "Row"], None]  # rows done, of how many, and the last
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ def run(
         rows.append(measure(case, command, seconds, copy))
         mx.clear_cache()
         if progress is not None:
-            progress(len(rows), len(chosen))
+            progress(len(rows), len(chosen), rows[-1])
     return Report(known, settings, copy, tuple(_compared(rows)), machine()["load"])
 
 

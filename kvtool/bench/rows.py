@@ -9,14 +9,16 @@
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from kvtool.bench import oracle
+from kvtool.bench.threads import in_threads
 from veloxquant_mlx.allocators.additive import STAGE_BITS, AdditiveTables, build_additive
 from veloxquant_mlx.allocators.transforms import LayerRows, TcTables, build_tc, widths_for
 from veloxquant_mlx.caches.blocks import Block, CodedRows
@@ -135,7 +137,8 @@ def rows(size: Size, dtype: mx.Dtype, seed: int) -> Rows:
 def _drawn(size: Size, seed: int) -> Rows:
     """The rows of a run in float32."""
     law = Law.of(size.kv_heads, size.dim, seed)
-    pairs = [law.drawn(np.random.default_rng([seed, b, 1]), size.tokens) for b in range(size.batch)]
+    draws = ((np.random.default_rng([seed, b, 1]), size.tokens) for b in range(size.batch))
+    pairs = in_threads(law.drawn, draws, 16 * size.values // size.batch)
     k, v = (mx.stack([mx.array(pair[i]) for pair in pairs]) for i in (0, 1))
     k = mx.fast.rope(k, size.dim, traditional=False, base=BASE, scale=1.0, offset=0)
     noise = np.random.default_rng([seed, 2]).standard_normal((size.batch, size.kv_heads, size.groups, size.queries, size.dim))
@@ -230,13 +233,13 @@ def head_rows(made: tuple[Block, ...], halves: str = "") -> tuple[oracle.HeadRow
     whole = lru_cache(maxsize=1)(lambda b: _by_codec(made[b]))
     turn = oracle.mlx_angles(made[0].count, made[0].k.shape[2], BASE) if made[0].k.rope is not None else None
 
-    def of(role: str, b: int, h: int) -> np.ndarray:
+    def of(role: str, b: int, h: int) -> Callable[[], np.ndarray]:
         coded: CodedRows = getattr(made[b], role)
         if oracle.independent(coded.codec):
-            x = oracle.decoded(coded.codec, coded.parts, coded.shape, h, halves=role in halves)
+            rows = oracle.decoder(coded.codec, coded.parts, coded.shape, h, role in halves)
         else:
-            x = oracle.to_numpy(whole(b)[role][h])
-        return oracle.turned(x, turn) if role == "k" and turn is not None else x
+            rows = partial(oracle.to_numpy, oracle.held(whole(b)[role][h]))
+        return (lambda: oracle.turned(rows(), turn)) if role == "k" and turn is not None else rows
 
     return lambda b, h: of("k", b, h), lambda b, h: of("v", b, h)
 

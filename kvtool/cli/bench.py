@@ -1,6 +1,8 @@
 """`kvtool bench`: how fast attention to codes, coding, RoPE recodes and files are here, checked before they are timed."""
 
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,18 +124,23 @@ def command(
         from kvtool.frontier import check_plot
 
         check_plot(plot_file)
+    reports: list[Report] = []
     with tempfile.TemporaryDirectory(prefix="kvtool-bench-", dir=options["folder"]) as folder:
-        reports = [_measured(*run, Path(folder), as_json) for run in runs]
+        for run in runs:
+            reports.append(_measured(*run, Path(folder), as_json))
+            if not as_json:  # what was measured so far stands there whatever becomes of the rest
+                click.echo("\n" * (len(reports) > 1) + as_text(reports[-1], repro))
     # Settings, copy and machine of the first; every row's command has its own.
     data, rows = reports[0].to_json(), [row for report in reports for row in report.rows]
     failed = sum(report.failed for report in reports)
     data |= {"rows": [row for report in reports for row in report.to_json()["rows"]], "failed": failed}
-    text, missed = "\n\n".join(as_text(report, repro) for report in reports), 0
+    missed = 0
     if held:
         pairs = zip(settings, reports, strict=True)
         data["targets"] = [one for setting, report in pairs for one in held_to.judge(setting, report.rows, report.copy)]
         missed = sum(not target["reached"] for target in data["targets"])
-        text = "\n".join([text, *held_to.as_text(data["targets"])])
+        if not as_json:
+            click.echo("\n".join(held_to.as_text(data["targets"])))
     if csv_file is not None:
         from kvtool.frontier import write_csv
 
@@ -143,7 +150,8 @@ def command(
 
         about = reports[0].machine
         write_plot(plot_file, rows, f"{about['device']}, {about['backend']}, {about['date'][:10]}")
-    emit(as_json, data, text)
+    if as_json:
+        emit(True, data, "")
     ctx.exit(1 if failed or missed else 0)
 
 
@@ -163,7 +171,8 @@ def _check_options(ctx: click.Context, families: tuple[str, ...]) -> None:
 
 
 def _measured(families: tuple[str, ...], options: dict[str, Any], only: tuple[str, ...], folder: Path, quiet: bool) -> "Report":
-    from kvtool.bench.measuring import run
+    from kvtool.bench.measuring import Row, run
+    from kvtool.bench.plot import duration
 
     quick = options["quick"]
     settings = {
@@ -179,7 +188,14 @@ def _measured(families: tuple[str, ...], options: dict[str, Any], only: tuple[st
         "seed": options["seed"],
     }
     cases = [(case, _words(case, settings, options["folder"])) for family in families for case in _cases(family, settings, folder)]
-    with bar("measuring", quiet=quiet) as progress:
+    with bar("measuring", quiet=quiet) as drawn:
+
+        def progress(done: int, total: int, row: Row) -> None:
+            drawn(done, total)
+            if not quiet and not sys.stderr.isatty():
+                said = row.problem or row.skipped or duration(row.median)
+                click.echo(f"{time.strftime('%H:%M:%S')}  {done} of {total}  {row.family} {row.name}: {said}", err=True)
+
         return run(cases, settings, settings["seconds"], only=only, progress=progress)
 
 
@@ -279,7 +295,9 @@ def _table(rows: list["Row"]) -> list[str]:
         lines.append(f"{row.name:<{name}} {row.backend:<{width}} {' '.join(figures)}")
     if together:
         sets = max(row.sets for row in rows)
-        lines.append(f"median: of `calls` built first and evaluated together, {sets} sets of inputs in turn; alone: one by one, graph included")
+        lines.append(
+            f"median: of `calls` built first and evaluated together, {sets} sets of inputs in turn; alone: one by one, graph included"
+        )
         lines.append("rows without `alone` are timed one by one, their speed beside that of a call alone")
     if against is not None:
         lines.append(f"speed: times as fast as {', '.join(dict.fromkeys(row.reference for row in rows if row.reference))}")
