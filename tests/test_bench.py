@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvtool.bench import attending, coding, filing, functions, machine, measuring, oracle, shaped, sharing, targets, timing
+from kvtool.bench import attending, coding, filing, machine, measuring, oracle, shaped, sharing, targets, timing
 from kvtool.bench.machine import native_line
 from kvtool.bench.measuring import Case, Checked, Prepared, Row, measure
 from kvtool.bench.rows import BASE, Size, _drawn, blocks, head_rows, plan_of, rows

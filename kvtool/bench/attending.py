@@ -148,9 +148,11 @@ def _check(
 def _kernel(function: str, spec: str, size: Size, dtype: mx.Dtype, seed: int) -> Prepared:
     made, q = blocks(spec, size, dtype, seed, "post"), rows(size, dtype, seed).q
     kernel = FUNCTIONS[function](plan_of(spec, size, seed), made, size, dtype)
-    prepared = _attention(kernel.run, size, q, made, mx.float32, kernel.query, halves=kernel.halves, weights=kernel.weights)
-    given = (q, kernel.operands)
-    return replace(prepared, given=given, moved=sum(array.nbytes for array in arrays(given)) + q.nbytes)
+    asked, run = (q, lambda q, own: kernel.run(kernel.ask(q), own)) if backend() == "cpu" else (kernel.ask(q), kernel.run)
+    mx.eval(asked)
+    prepared = _attention(run, size, q, made, mx.float32, kernel.query, halves=kernel.halves, weights=kernel.weights)
+    moved = sum(array.nbytes for array in arrays((asked, kernel.operands))) + q.nbytes
+    return replace(prepared, given=(asked, kernel.operands), moved=moved)
 
 
 # --- others

@@ -1,7 +1,8 @@
 """Kernel functions that attend to codes: what they take of a codec's parts, and what they round.
 
-A function gets the very parts of a codec, and queries in the dtype that models run in: what it takes to rotate them, in float32 and rounded
-to that dtype again, and to rotate the output back, is in its time. The oracle has the queries rounded alike.
+A function gets the very parts of a codec, and queries as it takes them: rotated in float32, in the dtype that models run in. That is in its
+time on a CPU; on a GPU it comes before, for the small operations that rotate a query cost MLX more to hand over than the function takes.
+To rotate the output back is in its time. The oracle has the queries rounded alike.
 """
 
 from collections.abc import Callable
@@ -37,14 +38,16 @@ class Kernel:
     """A function over the codes of a run.
 
     Attributes:
-        run: of queries (B, H_q, Q, D) and `operands`; evaluates nothing on a GPU.
+        ask: what it takes in place of queries (B, H_q, Q, D).
+        run: of what `ask` gives and `operands`; evaluates nothing on a GPU.
         operands: arrays that it reads, or lists of them.
         query: what it makes of queries before it scores them, back in the keys' frame, or None.
         halves: roles, of "kv", whose tables' entries it rounds to halves here.
         weights: what it rounds weights to here.
     """
 
-    run: Callable[[mx.array, Any], mx.array]
+    ask: Callable[[mx.array], list[mx.array]]
+    run: Callable[[list[mx.array], Any], mx.array]
     operands: Any
     query: Callable[[np.ndarray], np.ndarray] | None = None
     halves: str = ""
@@ -92,13 +95,18 @@ def _joined(made: tuple[Block, ...], role: str, part: str) -> mx.array:
 def _scalar(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
     parts = [_joined(made, role, part) for role in "kv" for part in ("codes", "scale", "zero")]
     more: Any = {"packed": "lsb8", "k_bits": plan.k.bits, "v_bits": plan.v.bits, "causal": size.queries > 1, "out_dtype": dtype}
-    return Kernel(lambda q, own: metal.scalar_fused_decode_attend(q, *own, plan.k.group, size.scale, **more), parts)
+    return Kernel(lambda q: [q], lambda asked, own: metal.scalar_fused_decode_attend(*asked, *own, plan.k.group, size.scale, **more), parts)
 
 
-def _turning(plan: Any, size: Size, dtype: mx.Dtype) -> tuple[Callable[[mx.array], mx.array], Callable[[np.ndarray], np.ndarray]]:
-    """Queries in the frame of the keys' codes, float32, and what the oracle makes of them: rounded there, and back in the keys' frame."""
-    turn, rotation = matrix(size.dim, plan.k.seed).swapaxes(0, 1), oracle.rotation(size.dim, plan.k.seed)
-    return lambda q: mx.matmul(q.astype(mx.float32), turn), lambda q: oracle.rounded(q @ rotation.T, dtype) @ rotation
+def _turned(q: mx.array, plan: Any) -> mx.array:
+    """Queries in the frame of the keys' codes, float32."""
+    return mx.matmul(q.astype(mx.float32), matrix(q.shape[-1], plan.k.seed).swapaxes(0, 1))
+
+
+def _rounding(plan: Any, size: Size, dtype: mx.Dtype) -> Callable[[np.ndarray], np.ndarray]:
+    """Queries rounded in the frame of the keys' codes, back in the keys' own."""
+    rotation = oracle.rotation(size.dim, plan.k.seed)
+    return lambda q: oracle.rounded(q @ rotation.T, dtype) @ rotation
 
 
 def _two_stage(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
@@ -106,15 +114,15 @@ def _two_stage(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) 
     tables = [mx.array(table) for table in plan.k.codebooks]
     words = mx.array(plan.v.codebooks[0])[:, None]
     more: Any = {"out_rotation": matrix(size.dim, plan.v.seed), "packed": "lsb8", "causal": size.queries > 1, "out_dtype": dtype}
-    turned, query = _turning(plan, size, dtype)
     bits = (*plan.k.bits, *plan.v.bits)
 
-    def run(q: mx.array, own: Any) -> mx.array:
+    def run(asked: list[mx.array], own: Any) -> mx.array:
         first, second, codes, norm, scale = own
-        z = turned(q).astype(q.dtype)
-        return metal.turboquant_fused_rvq_decode_attend(z, first, second, *tables, codes, words, *bits, k_norm=norm, v_scale=scale, **more)
+        keys = (*asked, first, second, *tables)
+        return metal.turboquant_fused_rvq_decode_attend(*keys, codes, words, *bits, k_norm=norm, v_scale=scale, **more)
 
-    return Kernel(run, parts, query, "kv" if bits == _rvq_attend.DECODE_BITS and decodes_in_halves(size, dtype) else "")
+    halves = bits == _rvq_attend.DECODE_BITS and decodes_in_halves(size, dtype)
+    return Kernel(lambda q: [_turned(q, plan).astype(q.dtype)], run, parts, _rounding(plan, size, dtype), "kv" if halves else "")
 
 
 def _signs(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> tuple[list[mx.array], mx.array, dict[str, Any]]:
@@ -131,34 +139,37 @@ def _signs(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> t
 def _hamming(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
     """Scores the signs of a query: z ~ mean |z| sign z. The oracle's query is that one, back in the keys' frame."""
     parts, table, more = _signs(plan, made, size, dtype)
-    turned, _ = _turning(plan, size, dtype)
     rotation = oracle.rotation(size.dim, plan.k.seed)
 
-    def run(q: mx.array, own: Any) -> mx.array:
+    def ask(q: mx.array) -> list[mx.array]:
+        z = _turned(q, plan)
+        return [z.astype(q.dtype), mx.mean(mx.abs(z), axis=-1) * size.scale]
+
+    def run(asked: list[mx.array], own: Any) -> mx.array:
         *keys, codes, scale = own
-        z = turned(q)
-        factor = mx.mean(mx.abs(z), axis=-1) * size.scale
-        return metal.rabitq_fused_attend(z.astype(q.dtype), factor, *keys, codes, table, v_scale=scale, **more)
+        return metal.rabitq_fused_attend(*asked, *keys, codes, table, v_scale=scale, **more)
 
     def query(q: np.ndarray) -> np.ndarray:
         z = q @ rotation.T
         return np.where(z >= 0, 1.0, -1.0) * np.abs(z).mean(axis=-1, keepdims=True) @ rotation
 
     halves = plan.v.bits == (_rabitq_attend.DECODE_BITS,) and decodes_in_halves(size, dtype)
-    return Kernel(run, parts, query, "v" if halves else "")
+    return Kernel(ask, run, parts, query, "v" if halves else "")
 
 
 def _prefill(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
     parts, table, more = _signs(plan, made, size, dtype)
-    turned, query = _turning(plan, size, dtype)
     scale = mx.array([size.scale], mx.float32)
 
-    def run(q: mx.array, own: Any) -> mx.array:
-        *keys, codes, factor = own
-        return metal.rabitq_prefill_attend(turned(q).astype(q.dtype), scale, *keys, codes, table, v_scale=factor, **more)
+    def ask(q: mx.array) -> list[mx.array]:
+        return [_turned(q, plan).astype(q.dtype)]
 
-    halves = prefills_in_halves(size, dtype)
-    return Kernel(run, parts, query, "v" if halves else "", mx.float16 if halves else mx.float32)
+    def run(asked: list[mx.array], own: Any) -> mx.array:
+        *keys, codes, factor = own
+        return metal.rabitq_prefill_attend(*asked, scale, *keys, codes, table, v_scale=factor, **more)
+
+    halves, weights = ("v", mx.float16) if prefills_in_halves(size, dtype) else ("", mx.float32)
+    return Kernel(ask, run, parts, _rounding(plan, size, dtype), halves, weights)
 
 
 def _words(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> Kernel:
@@ -168,19 +179,19 @@ def _words(plan: Any, made: tuple[Block, ...], size: Size, dtype: mx.Dtype) -> K
     turn, smooth = hadamard_matrix(size.dim), [_smoothing(block, size) for block in made] if plan.k.smooth else []
     more: Any = {"causal": size.queries > 1, "packed": "lsb8", "out_dtype": dtype}
 
-    def run(q: mx.array, own: Any) -> mx.array:
-        outs = []
-        for b, sequence in enumerate(own):
-            z = q[b : b + 1]
-            z = mx.matmul(z.astype(mx.float32) * smooth[b], turn).astype(q.dtype) if smooth else z
-            outs.append(metal.metal_fused_sdpa(z, *sequence, size.scale, **more))
+    def ask(q: mx.array) -> list[mx.array]:
+        each = [q[b : b + 1] for b in range(size.batch)]
+        return [mx.matmul(z.astype(mx.float32) * by, turn).astype(q.dtype) for z, by in zip(each, smooth, strict=True)] if smooth else each
+
+    def run(asked: list[mx.array], own: Any) -> mx.array:
+        outs = [metal.metal_fused_sdpa(z, *sequence, size.scale, **more) for z, sequence in zip(asked, own, strict=True)]
         return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
     def query(q: np.ndarray) -> np.ndarray:
         by, rotation = np.concatenate([oracle.to_numpy(one) for one in smooth]), oracle.to_numpy(turn)
         return oracle.rounded(q * by @ rotation, dtype) @ rotation.T / by
 
-    return Kernel(run, parts, query if smooth else None)
+    return Kernel(ask, run, parts, query if smooth else None)
 
 
 def _smoothing(block: Block, size: Size) -> mx.array:

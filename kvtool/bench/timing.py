@@ -2,9 +2,9 @@
 
 One by one (`timed`): its graph is built and evaluated within the time; calls shorter than SAMPLE, several together.
 
-Together (`timed_together`), on a GPU: calls are built first, then handed over and evaluated at once, as all layers of a model are. That is the
-time of the kernels: Python takes longer to build a call than a GPU to run it. Each of SETS sets of inputs comes in turn, so that no call
-finds its own in the cache.
+Together (`timed_together`), on a GPU: calls are built first, then handed over and evaluated at once, as all layers of a model are. That is
+the time of the kernels: Python takes longer to build a call than a GPU to run it. Each of SETS sets of inputs comes in turn, so that no
+call finds its own in the cache.
 """
 
 import math

@@ -18,7 +18,7 @@ WORDS = {mx.float16: mx.uint16, mx.bfloat16: mx.uint16, mx.float32: mx.float32} 
 LOW = 64  # positions of a table of phases: position p is LOW (p // LOW) + p % LOW
 
 Phases = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-Tables = tuple[Sequence[mx.array], int]  # cosines and sines of rows, (n, dims) float32 pages of as many rows each, and the row to begin at
+Tables = tuple[Sequence[mx.array | np.ndarray], int]  # cosines and sines of rows, (n, dims) float32 pages of as many rows each, and the row to begin at
 
 
 def in_use(dim: int) -> bool:
@@ -97,7 +97,7 @@ def phases(positions: np.ndarray, frequencies: np.ndarray) -> Phases:
 
 def pages(tables: Tables | None) -> tuple[list[np.ndarray], int] | None:
     """Tables of angles as the extension takes them."""
-    return None if tables is None else ([native.packed(page) for page in tables[0]], tables[1])
+    return None if tables is None else ([page if isinstance(page, np.ndarray) else native.packed(page) for page in tables[0]], tables[1])
 
 
 def _words(x: mx.array) -> np.ndarray:

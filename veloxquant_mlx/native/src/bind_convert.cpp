@@ -83,7 +83,12 @@ void turn(
   const Level& now = level();
   const std::shared_ptr<Pool> threads = the_pool();
   const WithoutGil free;
-  threads->run((count + TILE - 1) / TILE, [&](int i, int) { now.turn(t, i * TILE, std::min((i + 1) * TILE, count)); });
+  // Threads go through stretches of their own: two that write a large page for the first time at once would both clear it.
+  const int tiles = (count + TILE - 1) / TILE, stretches = threads->threads(), each = (tiles + stretches - 1) / stretches;
+  threads->run(stretches * each, [&](int i, int) {
+    const int tile = i % stretches * each + i / stretches;
+    if (tile < tiles) now.turn(t, tile * TILE, std::min((tile + 1) * TILE, count));
+  });
 }
 
 }  // namespace
