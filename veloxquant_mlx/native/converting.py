@@ -18,7 +18,8 @@ WORDS = {mx.float16: mx.uint16, mx.bfloat16: mx.uint16, mx.float32: mx.float32} 
 LOW = 64  # positions of a table of phases: position p is LOW (p // LOW) + p % LOW
 
 Phases = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-Tables = tuple[Sequence[mx.array | np.ndarray], int]  # cosines and sines of rows, (n, dims) float32 pages of as many rows each, and the row to begin at
+# Cosines and sines of rows, (n, dims) float32 pages of as many rows each, and the row to begin at.
+Tables = tuple[Sequence[mx.array | np.ndarray], int]
 
 
 def in_use(dim: int) -> bool:

@@ -131,7 +131,7 @@ def _whole_head(caller: str, keys: mx.array, base: float) -> RopeSpec:
 def _positions(positions: mx.array | np.ndarray | Sequence[int], length: int, name: str) -> np.ndarray:
     # NumPy never sees an empty array of MLX: on a GPU it may have no memory behind it, and copying it ends the process.
     empty = isinstance(positions, mx.array) and positions.size == 0
-    array = np.empty(positions.shape, np.int64) if empty else np.array(positions)
+    array = np.empty(positions.shape, np.int64) if empty else np.asarray(positions)
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":

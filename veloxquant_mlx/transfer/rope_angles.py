@@ -7,24 +7,31 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx import native
-from veloxquant_mlx.native import encoding
+from veloxquant_mlx.native import converting, encoding
 from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 PAGE = 4096  # positions of a kept table of cosines and sines: 1 MiB for 64 entries
 
 
-def angle_tables(spec: RopeSpec, positions: np.ndarray) -> tuple[list[mx.array], int]:
+def angle_tables(spec: RopeSpec, positions: np.ndarray) -> converting.Tables:
     """Cosines and sines of each pair's angle at non-empty positions, those of `mx.fast.rope`, without the magnitude.
 
     Returns:
         Pages (n, dims) float32 of as many rows each, and the row of the first that belongs to the first position.
     """
     spec, start, stop = replace(spec, pairing="half", first=0, magnitude=1.0), int(positions[0]), int(positions[0]) + len(positions)
-    if np.array_equal(positions, np.arange(start, stop)):
+    if _neighbours(positions):
         # Pages are kept; the whole, which may be long, is not.
-        return pages_of(spec, start, stop)
+        return native_pages(spec, start, stop)
     ones, zeros = (mx.full((len(positions), spec.dims // 2), value) for value in (1.0, 0.0))
     return [mlx_rope(mx.concatenate([ones, zeros], axis=-1), positions, spec)], 0
+
+
+def _neighbours(positions: np.ndarray) -> bool:
+    """Whether non-empty positions follow one another."""
+    first = int(positions[0])
+    parts = ((at, positions[at : at + PAGE]) for at in range(0, len(positions), PAGE))  # small arrays cost no new memory
+    return all(np.array_equal(part, np.arange(first + at, first + at + len(part))) for at, part in parts)
 
 
 def undoing(spec: RopeSpec | None, positions: np.ndarray) -> encoding.Undo | None:
@@ -52,7 +59,7 @@ def mlx_rope(x: mx.array, positions: np.ndarray, spec: RopeSpec, *, inverse: boo
     how = {"traditional": spec.pairing == "interleaved", "base": spec.base, "scale": scale, "freqs": periods}
     length, size = x.shape[-2:]
     rows = x[..., spec.first :].reshape(1, -1, length, size - spec.first)
-    if np.array_equal(positions, np.arange(positions[0], positions[0] + length)):
+    if _neighbours(positions):
         rows = mx.fast.rope(rows, spec.dims, offset=int(positions[0]), **how)
     else:  # scattered positions: every row is a batch entry of its own
         offsets = mx.array(positions.astype(np.int32))

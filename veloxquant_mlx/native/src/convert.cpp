@@ -117,14 +117,6 @@ void turning_angles(const Turning& t, int row, float* __restrict cos) {
   }
 }
 
-// Asks for a share of the angles of a row to come, another one for each of `heads`.
-inline void foresee(const Angles& a, int row, int head, int heads) {
-  if (!a.pages) return;
-  const uint8_t* at = reinterpret_cast<const uint8_t*>(angles_of(a, row));
-  const int64_t bytes = 2 * a.half * int64_t(sizeof(float));
-  for (int64_t i = bytes * head / heads; i < bytes * (head + 1) / heads; i += 64) __builtin_prefetch(at + i);
-}
-
 template <Type T>
 void turn_typed(const Turning& t, int start, int stop) {
   using Value = Values<T>;
@@ -144,7 +136,6 @@ void turn_typed(const Turning& t, int start, int stop) {
       const Stored* there = last ? reinterpret_cast<const Stored*>(t.out) + int64_t(s + TILE) * dim : out + int64_t(t.count) * dim;
       for (int64_t i = 0; i < int64_t(dim * sizeof(Stored)); i += 64)
         __builtin_prefetch(later + i), __builtin_prefetch(reinterpret_cast<const uint8_t*>(there) + i, 1);
-      if (s + TILE < t.count) foresee(t.undo, s + TILE, h, t.heads), foresee(t.redo, s + TILE, h, t.heads);
       if (t.first) memcpy(out, x, t.first * sizeof(Stored));
       if (rest < dim) memcpy(out + rest, x + rest, (dim - rest) * sizeof(Stored));
       const int in = t.paired_in ? 2 : 1, to = t.paired_out ? 2 : 1;
