@@ -1,8 +1,11 @@
 """`kvtool serve` as a process: connections that break, TLS, where it cannot listen, and its end."""
 
+import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -15,10 +18,15 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
+import kvtool
 from kvtool.cli import run
 from kvtool.service import tenants as tenants_file
 from kvtool.service.tenants import made
+from kvtool.store.key_files import make_key
 from kvtool.store.served import Served
+from kvtool.store.store import Store
+from tests import store_servers
+from tests.library import ids, tiny
 from tests.service_running import service
 
 ANA, ANAS = made("ana")
@@ -113,6 +121,39 @@ def test_stop_lets_requests_end(tmp_path: Path, number: signal.Signals) -> None:
                 got += more
         assert got.endswith(data[-1000:])
         assert found.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("where", ["encrypted", "redis"])
+def test_objects_that_are_no_files_of_its_own(where: str, tmp_path: Path) -> None:
+    """Their copies were asked for, which are of kvtool files alone: no prompt was found. The key that a service needs is asked for at once."""
+    tenants_file.write(tmp_path / "tenants.json", [ANA])
+    with contextlib.ExitStack() as stack:
+        store, environment = str(tmp_path / "store"), {"KVTOOL_CACHE": str(tmp_path / "cache")}
+        if where == "redis":
+            if not store_servers.HAVE_REDIS:
+                pytest.skip("no redis-server, or redis is not installed")
+            store = f"redis://127.0.0.1:{stack.enter_context(store_servers.redis_server(tmp_path / 'redis'))}"
+        else:
+            pytest.importorskip("cryptography", reason="cryptography is not installed")
+            for name in ("key", "another"):
+                make_key(tmp_path / name)
+            environment["KVTOOL_STORE_KEY"] = str(tmp_path / "key")
+        arguments = ["--tenants", str(tmp_path / "tenants.json")]
+        with service(store, *arguments, environment=environment) as found:
+            objects = Served(found.address, ANAS)
+            with Store(objects, chunk=64) as kept:
+                kept.put(kvtool.capture(tiny("qwen3"), ids(200)), codec="raw")
+                assert (loaded := kept.load([*ids(200), 1], tiny("qwen3"))) is not None and loaded.usable == 200
+                assert not kept.check().problems
+            data = os.urandom(3_000_000)
+            objects.write("else/a", data)
+            assert objects.read("else/a") == data and objects.read("else/a", 2_000_000, 7) == data[2_000_000:2_000_007]
+    if where == "encrypted":
+        command = [sys.executable, "-m", "kvtool", "serve", "--store", store, "--port", "0", *arguments]
+        for key, said in (("another", "encrypted with key"), ("", "the store is encrypted")):
+            whole = {**os.environ, "KVTOOL_STORE_KEY": str(tmp_path / key) if key else ""}
+            done = subprocess.run(command, capture_output=True, text=True, env=whole, timeout=60, check=False)
+            assert done.returncode == 5 and said in done.stderr, done.stderr
 
 
 def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,10 @@ def command(
         note(f"the token of this run: {token}")
     limits = Limits(object_bytes=int(max_object * 1e9))
     state = State(open_objects(store), tenants, limits, quota)
+    try:
+        state.begin()
+    except OSError as error:
+        note(f"the store is out of reach for now: {error}")
     serve(state, host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, grace=grace)
 
 

@@ -81,7 +81,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(KVError)
     async def data(request: Request, error: KVError) -> JSONResponse:
-        return answer(409, str(error), error.hint)
+        return answer(409, error.what, error.hint)  # whose path is this machine's affair
 
     @app.exception_handler(OSError)
     async def system(request: Request, error: OSError) -> JSONResponse:

@@ -164,9 +164,11 @@ async def get(objects: Reads, state: Its, request: Request, name: Named) -> Resp
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
     state.figures.sent.inc(end - begin)
     about = (206 if part is not None else 200, headers, "application/octet-stream")
-    send, path = request.scope["state"].get(SEND), objects.path(name)
+    send = request.scope["state"].get(SEND)
+    # Of what is elsewhere or encrypted a path would be that of a copy, fetched and checked whole as a kvtool file before the first byte.
+    path = objects.path(name) if state.files else None
     if send is None or path is None:
-        return StreamingResponse(sent(objects, name, begin, end), *about)
+        return StreamingResponse(sent(objects, name, path, begin, end), *about)
     return FileResponse(send, path, begin, end, *about)
 
 

@@ -16,6 +16,8 @@ from kvtool.service.grants import Grants
 from kvtool.service.partition import Partition
 from kvtool.service.settings import Limits
 from kvtool.service.tenants import ANYONE, Tenant, Tenants
+from kvtool.store.described import Descriptions
+from kvtool.store.folder import Folder
 from kvtool.store.objects import Objects
 
 
@@ -41,6 +43,24 @@ class State:
     _accounts: dict[str, Account] = field(default_factory=dict)
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _counting: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def files(self) -> bool:
+        """Whether objects are files of this machine, as they are."""
+        return isinstance(self.objects, Folder)
+
+    def begin(self) -> None:
+        """Raise unless the key that was given, or none, is the store's, as far as the objects of the tenants tell.
+
+        Raises:
+            IncompatibleError: it is another's.
+            OSError: as the back end gives it.
+        """
+        for tenant in (self.anyone,) if self.tenants is None else self.tenants.all():
+            objects = self.partition(tenant)
+            if objects.page("spaces/", "", 1):
+                Descriptions(objects).spaces()
+                return
 
     def partition(self, tenant: Tenant) -> Partition:
         """A tenant's objects."""

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from formats.atomic import AtomicFile
+from formats.errors import KVError
 from kvtool.service.connections import REST, Rest
 from kvtool.store.objects import Missing, Objects
 
@@ -151,15 +152,16 @@ async def received(
         os.close(fd)
 
 
-async def sent(objects: Objects, name: str, begin: int, end: int) -> AsyncIterator[bytes]:
+async def sent(objects: Objects, name: str, path: Path | None, begin: int, end: int) -> AsyncIterator[bytes]:
     """Bytes [begin, end) of an object.
 
+    Args:
+        path: of its file, where it is one.
     Raises:
-        BrokenOff: the object went away, or the medium failed.
+        BrokenOff: the object went away or is not what was written, or the medium failed.
     """
     fd = -1
     try:
-        path = objects.path(name)
         if path is not None:
             fd = await run_in_threadpool(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         position = begin
@@ -173,7 +175,7 @@ async def sent(objects: Objects, name: str, begin: int, end: int) -> AsyncIterat
                 raise BrokenOff(f"{name} ends at {position} of {end} bytes")
             yield part
             position += len(part)
-    except (Missing, OSError) as error:
+    except (Missing, KVError, OSError) as error:
         raise BrokenOff(f"{name}: {error}") from error
     finally:
         if fd >= 0:
