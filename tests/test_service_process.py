@@ -125,7 +125,7 @@ def test_stop_lets_requests_end(tmp_path: Path, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("where", ["encrypted", "redis"])
 def test_objects_that_are_no_files_of_its_own(where: str, tmp_path: Path) -> None:
-    """Their copies were asked for, which are of kvtool files alone: no prompt was found. The key that a service needs is asked for at once."""
+    """Copies of them were asked for, which are of kvtool files alone: no prompt was found. Another key is refused when it starts."""
     tenants_file.write(tmp_path / "tenants.json", [ANA])
     with contextlib.ExitStack() as stack:
         store, environment = str(tmp_path / "store"), {"KVTOOL_CACHE": str(tmp_path / "cache")}
