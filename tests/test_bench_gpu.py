@@ -1,6 +1,7 @@
 """`kvtool bench` as a GPU runs it: dtypes, kernels, calls evaluated together, limits that count tables of halves. No GPU is asked for."""
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from kvtool.bench import attending, coding, functions, measuring, oracle, timing
 from kvtool.bench.measuring import Case, Checked, Prepared, Row, measure
 from kvtool.bench.rows import Size, blocks, head_rows, plan_of, rows
-from kvtool.bench.targets import DECODERS, GPU, SIGNS
+from kvtool.bench.targets import DECODERS, GPU, SIGNS, Setting, judge, settings
 from kvtool.bench.timing import arrays, copy_bandwidth, timed_together
 from kvtool.cli import run
 from tests import h200_attend, h200_encode, h200_prefill
@@ -81,6 +82,17 @@ def test_the_kernels_and_dtypes_that_the_scripts_for_an_h200_time(row: str) -> N
     }
 
 
+@pytest.mark.parametrize("row", [row for row in DECODERS if row.startswith("k=")])
+def test_queries_are_rotated_before_the_time_on_a_gpu_alone(row: str) -> None:
+    case = attend_rows(SIZE)[row]
+    q = rows(SIZE, HALF, 1).q
+    here = case.prepare().given[0]
+    there = prepared(case, case.spec, SIZE).given[0]
+    assert mx.array_equal(here, q).item() and there[0].dtype == HALF and there[0].shape == q.shape
+    wanted = oracle.to_numpy(q) @ oracle.rotation(SIZE.dim, plan_of(str(case.spec), SIZE, 1).k.seed).T
+    assert oracle.relative(oracle.to_numpy(there[0]), wanted) < 2.0**-11
+
+
 @pytest.mark.parametrize("row", ["rabitq_encode", "rvq_quant_pack, 4 bits"])
 def test_encoders_get_halves(row: str) -> None:
     case = next(one for one in coding.encoding(SIZE, (), HALF, 1) if one.name == row)
@@ -131,6 +143,22 @@ def test_calls_are_built_first_and_evaluated_at_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(timing, "device_memory", lambda: 1 << 40)
     monkeypatch.setattr(timing, "MOST_TOGETHER", 11)
     assert timed_together(run, (x, [table]), 0.0)[0].calls == 11
+
+
+def test_building_a_graph_is_not_in_the_time_but_in_that_of_a_call_alone() -> None:
+    def run(x: mx.array) -> mx.array:
+        time.sleep(0.02)
+        return x + 1
+
+    times, _ = timed_together(run, (mx.zeros((4,)),), 0.0)
+    assert times.alone is not None and times.low < 0.01 < 0.02 <= times.alone
+
+
+def test_the_time_of_a_call_is_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for the device is in the time, divided by the calls that it was for."""
+    monkeypatch.setattr(mx, "synchronize", lambda: time.sleep(0.06))
+    times, _ = timed_together(lambda x: x + 1, (mx.zeros((4,)),), 0.0)
+    assert 0.06 / timing.SETS <= times.low < 0.06
 
 
 def test_copies_are_equal_and_apart() -> None:
@@ -253,3 +281,15 @@ def test_targets_of_a_gpu_are_rows_that_go_together() -> None:
             known = attend_rows(size) if target.family == "attend" else {case.name: case for case in coding.encoding(size, (), HALF, 1)}
             case = known[target.row]
             assert prepared(case, case.spec, size).given
+
+
+def test_cuda_is_held_to_a_rate_of_input() -> None:
+    """A terabyte a second of float16 is 5e11 values."""
+    added = [target for target in settings("cuda")[0].targets if target not in settings("metal")[0].targets]
+    assert [target.row for target in added] == ["rabitq_encode", "rvq_quant_pack, 4 bits"] and settings("cuda")[1:] == settings("metal")[1:]
+    row = Row("encode", "rabitq_encode", "cuda", "x", "", values_rate=4.9e11)
+    reached = [
+        judge(Setting(settings("cuda")[0].options, (added[0],)), [replace(row, values_rate=rate)], 1.0)[0]["reached"]
+        for rate in (4.9e11, 5e11)
+    ]
+    assert reached == [False, True]

@@ -6,7 +6,7 @@ was measured at (tests/results/h200-attend.md, h200-encode.md, h200-prefill.md).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvtool.bench.measuring import Row
@@ -128,10 +128,14 @@ GPU = (
     ),
 )
 
+# Of CUDA alone, for it is a figure of a large GPU: 1 TB/s of float16.
+INPUT = tuple(_of("encode", row, "values a second", "values_rate", 0.5e12) for row in ("rabitq_encode", "rvq_quant_pack, 4 bits"))
+CUDA = (replace(GPU[0], targets=(*GPU[0].targets, *INPUT)), *GPU[1:])
+
 
 def settings(backend: str) -> tuple[Setting, ...]:
     """Of a back end: "cpu", "metal" or "cuda"."""
-    return CPU if backend == "cpu" else GPU
+    return {"cpu": CPU, "cuda": CUDA}.get(backend, GPU)
 
 
 def judge(setting: Setting, rows: Sequence[Row], copy: float) -> list[dict[str, Any]]:
