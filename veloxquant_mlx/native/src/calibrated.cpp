@@ -26,11 +26,6 @@ constexpr float SMALLEST = 0x1p-120f;  // below it a row counts as zero
 constexpr float FAR = 1e18f;           // from the mean, at most
 constexpr float WILD = 64;             // standard deviations that a predicting component moves at most
 
-template <int N>
-struct Number {
-  static constexpr int value = N;
-};
-
 inline V absolute(V x) { return x < 0 ? -x : x; }
 inline V within(V x, float limit) {
   x = x > all(limit) ? all(limit) : x;
@@ -151,21 +146,6 @@ void pack(const uint8_t* codes, uint8_t* out) {
     word = (word & 0x0000ffff0000ffffull) | (word >> 16 & 0x0000ffff0000ffffull) << 2 * BITS;
     word = (word & 0x00000000ffffffffull) | (word >> 32) << 4 * BITS;
     memcpy(out, &word, BITS);
-  }
-}
-
-// Calls f with the number of bits as a constant.
-template <class F>
-inline void with_bits(int bits, const F& f) {
-  switch (bits) {
-    case 1: return f(Number<1>{});
-    case 2: return f(Number<2>{});
-    case 3: return f(Number<3>{});
-    case 4: return f(Number<4>{});
-    case 5: return f(Number<5>{});
-    case 6: return f(Number<6>{});
-    case 7: return f(Number<7>{});
-    default: return f(Number<8>{});
   }
 }
 

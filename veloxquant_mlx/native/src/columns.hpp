@@ -20,29 +20,10 @@ constexpr int BEYOND = 32;  // tokens behind a span that may be written to
 constexpr int POINTS = 16;  // entries of a row that are transformed in registers
 constexpr int ANGLES = 16;  // tokens whose turned angles lie together: whole vectors of every level
 
-template <int N>
-struct Number {
-  static constexpr int value = N;
-};
-
 // f(Number<0>()) to f(Number<N - 1>()): a loop that is unrolled whatever a compiler thinks of its size, so that arrays stay in registers.
 template <int N, class F>
 inline __attribute__((always_inline)) void unrolled(F f) {
   if constexpr (N > 0) unrolled<N - 1>(f), f(Number<N - 1>());
-}
-
-template <class F>
-void with_bits(int bits, F f) {
-  switch (bits) {
-    case 1: return f(Number<1>());
-    case 2: return f(Number<2>());
-    case 3: return f(Number<3>());
-    case 4: return f(Number<4>());
-    case 5: return f(Number<5>());
-    case 6: return f(Number<6>());
-    case 7: return f(Number<7>());
-    default: return f(Number<8>());
-  }
 }
 
 // f(Number<RB>, r) for blocks of 4, 2 or 1 of R queries.

@@ -12,6 +12,7 @@
 #include "grouped.hpp"
 #include "problem.hpp"
 #include "products.hpp"
+#include "shared.hpp"
 #include "simd.hpp"
 #include "words.hpp"
 
@@ -69,44 +70,20 @@ void add_own(const Problem& p, int head, int token, int count, const float* weig
   }
 }
 
-// What they are predicted from: sums over tokens of w y~, with the queries of all heads in the lanes: none need be added across them.
-constexpr int AT_A_TIME = W == 16 ? 8 : 4, FEW = 256;  // components, and tokens of them: with the weights they are in the nearest cache
-constexpr int RUN = 64;  // tokens whose products are added up one after another: the longer the sum, the more it loses
-
-// sums[i][q] += sum over tokens of y[i][t] w[t][q]: AT_A_TIME components, NV vectors of queries; rows of w and sums have `lanes` floats.
-template <int NV>
-void add_outer(Matrix y, const float* w, int64_t lanes, int count, float* sums) {
-  V x[AT_A_TIME][NV] = {};
-  for (int t = 0; t < count; t++) {
-    V weight[NV];
-    for (int n = 0; n < NV; n++) weight[n] = load(w + t * lanes + n * W);
-    for (int i = 0; i < AT_A_TIME; i++)
-      for (int n = 0; n < NV; n++) x[i][n] += weight[n] * y.at[i * y.row + t];
-  }
-  for (int i = 0; i < AT_A_TIME; i++)
-    for (int n = 0; n < NV; n++) store(sums + i * lanes + n * W, load(sums + i * lanes + n * W) + x[i][n]);
-}
-
-// At most FEW tokens; `weights` of all heads end at `end`.
-void add_shared(const Problem& p, int token, int count, const float* weights, const float* end, float* scratch, float* sums) {
-  const Components& c = p.keys.components;
-  const int every = c.first[p.keys.heads], from = p.k_from + token, width = padded(count), queries = p.keys.heads * p.rows;
-  const int lanes = padded(queries);
-  float *turned = scratch, *y = turned + FEW * lanes;
-  constexpr int ROW = FEW + 2 * TOGETHER;
-  auto bytes_of = [](const float* x) { return reinterpret_cast<const uint8_t*>(x); };
-  turn_rows(bytes_of(weights), bytes_of(end), 4 * p.span, 4 * width, queries, reinterpret_cast<uint32_t*>(turned), lanes);
-  for (int i = 0; i < every; i += AT_A_TIME) {
-    decode_components(c, i, i + AT_A_TIME < every ? i + AT_A_TIME : every, from, count, y, ROW);
-    const Matrix of{y + from % TOGETHER, ROW};
-    for (int q = 0; q < lanes; q += 2 * W)
-      for (int t = 0; t < count; t += RUN) {
-        const Matrix own{of.at + t, ROW};
-        const int some = count - t < RUN ? count - t : RUN;
-        float* to = sums + int64_t(i) * lanes + q;
-        if (q + W < lanes) add_outer<2>(own, turned + t * lanes + q, lanes, some, to);
-        else add_outer<1>(own, turned + t * lanes + q, lanes, some, to);
-      }
+// Cosines, then sines, of the first `fast` pairs, with the tokens beside each other.
+void turn_fast(const Problem& p, int token, int count, int fast, float* out, int64_t row) {
+  constexpr int SOME = 32;
+  const int bytes = 8 * p.half;
+  const auto* from = reinterpret_cast<const uint8_t*>(p.angles + int64_t(token) * 2 * p.half);
+  const auto* end = reinterpret_cast<const uint8_t*>(p.angles + int64_t(p.count) * 2 * p.half);
+  auto* to = reinterpret_cast<uint32_t*>(out);
+  for (int t = 0; t < count; t += SOME, from += SOME * bytes, to += SOME) {
+    const int some = count - t < SOME ? count - t : SOME;
+    // What is read next: turning waits for memory, and no machine foresees parts of rows.
+    for (int i = SOME; i < 2 * SOME; i++)
+      for (int at = 0; at < 4 * fast; at += 64) __builtin_prefetch(from + i * bytes + at), __builtin_prefetch(from + i * bytes + 4 * p.half + at);
+    turn_rows(from, end, bytes, 4 * fast, some, to, row);
+    turn_rows(from + 4 * p.half, end, bytes, 4 * fast, some, to + fast * row, row);
   }
 }
 
@@ -118,12 +95,13 @@ size_t attend_components_scratch(const Problem& p) {
     const int own = p.keys.components.first[head + 1] - p.keys.components.first[head];
     most = own > most ? own : most;
   }
-  // Weights of all heads and what a filled-up block of queries writes behind them, fades, turned angles; scaled weights, components, sizes.
+  // Weights of all heads and what a filled-up block of queries writes behind them, fades, turned angles, weights of nodes; scaled weights,
+  // components, sizes.
   const size_t weights = (p.keys.heads * p.rows + 3) * p.span, angles = 2 * p.half * (p.span + TILE), lanes = padded(p.keys.heads * p.rows);
-  const size_t shared = padded(p.keys.components.first[p.keys.heads]) * lanes, together = FEW * lanes + AT_A_TIME * (FEW + 2 * TOGETHER);
+  const size_t shared = padded(p.keys.components.first[p.keys.heads]) * lanes, together = shared_scratch(lanes);
   const size_t parts = (p.rows + 3) * PART + (most + 1) * decoded_row(p), columns = p.angles ? columns_scratch(p, most) : 0;
   size_t rest = parts > columns ? parts : columns;
-  return weights + lanes + angles + shared + (rest > together ? rest : together);
+  return weights + lanes + angles + shared + NODES * (p.span + TILE) + (rest > together ? rest : together);
 }
 
 void attend_components(const Problem& p, int chunk, float* scratch) {
@@ -131,7 +109,8 @@ void attend_components(const Problem& p, int chunk, float* scratch) {
   const int begin = chunk * p.chunk, end = begin + p.chunk < p.count ? begin + p.chunk : p.count;
   const int64_t angle_row = p.span + TILE, lanes = padded(H * p.rows);
   float *weights = scratch, *fade = weights + (H * p.rows + 3) * p.span, *turns = fade + lanes, *shared = turns + 2 * p.half * angle_row;
-  float* rest = shared + every * lanes;
+  float *nodes = shared + every * lanes, *rest = nodes + NODES * angle_row;
+  Interpolated slow{};
   memset(shared, 0, sizeof(float) * every * lanes), memset(fade, 0, sizeof(float) * lanes);
   int lowest = p.count, highest = 0;
   for (int r = 0; r < p.rows; r++) {
@@ -147,16 +126,21 @@ void attend_components(const Problem& p, int chunk, float* scratch) {
     if (token + p.span <= lowest || token >= highest) continue;
     const int count = end - token < p.span ? end - token : p.span, width = padded(count);
     if (p.angles) {
-      auto bytes_of = [&](int64_t t) { return reinterpret_cast<const uint8_t*>(p.angles + t * 2 * p.half); };
-      turn_rows(bytes_of(token), bytes_of(p.count), 8 * p.half, 8 * p.half, count, reinterpret_cast<uint32_t*>(turns), angle_row);
+      slow = slow_pairs(p, token, count, nodes, angle_row);
+      turn_fast(p, token, count, slow.first, turns, angle_row);
     }
     for (int head = 0; head < H; head++) {
       float *own = weights + head * p.rows * p.span, *fades = fade + head * p.rows;
       float* state = p.states + (int64_t(head) * p.chunks + chunk) * 3 * R;
       float* sums = p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v;
-      if (p.angles)
-        score_columns(p, head, token, count, turns, angle_row, rest, own);
-      else
+      if (p.angles) {
+        // What comes next: this head's values, and keys of the next head or span.
+        const bool last = head + 1 == H;
+        const int at = last ? token + p.span : token, *k = p.keys.components.first + (last ? 0 : head + 1), *v = p.values.components.first + head;
+        CodesAhead keys(p.keys.components, k[0], k[1], p.k_from + at, end - at < p.span ? end - at : p.span);
+        CodesAhead values(p.values.components, v[0], v[1], p.v_from + token, count);
+        score_columns(p, head, token, count, turns, angle_row, slow, keys, values, rest, own);
+      } else
         by_parts(count, PART, [&](int t, int n) { score(p, head, token + t, n, rest, own + t); });
       for (int r = 0; r < p.rows; r++) {
         fades[r] = softmax(p, head, r, token, count, width, own + r * p.span, state[r], state[R + r]);

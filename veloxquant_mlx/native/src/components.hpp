@@ -26,17 +26,32 @@ inline void decode_component(const Components& c, int i, int from, int count, fl
   const uint8_t* codes = c.codes + block * c.block + c.place[i];
   const float* table = c.points + c.table[i];
   memset(out + blocks * TOGETHER, 0, TOGETHER * sizeof(float));
-  switch (c.bits[i]) {
-    case 1: return decode_component<1>(c, codes, table, blocks, out);
-    case 2: return decode_component<2>(c, codes, table, blocks, out);
-    case 3: return decode_component<3>(c, codes, table, blocks, out);
-    case 4: return decode_component<4>(c, codes, table, blocks, out);
-    case 5: return decode_component<5>(c, codes, table, blocks, out);
-    case 6: return decode_component<6>(c, codes, table, blocks, out);
-    case 7: return decode_component<7>(c, codes, table, blocks, out);
-    default: return decode_component<8>(c, codes, table, blocks, out);
-  }
+  with_bits(c.bits[i], [&](auto bits) { decode_component<decltype(bits)::value>(c, codes, table, blocks, out); });
 }
+
+// Codes of neighbouring components in blocks of tokens, asked for a few lines of the cache at a time while others are worked on: they are
+// apart, so that no machine foresees them.
+struct CodesAhead {
+  const uint8_t* at = nullptr;
+  int64_t block = 0;
+  int bytes = 0, blocks = 0, done = 0;
+
+  CodesAhead() = default;
+  // Of components first .. last, none of them without bits, of tokens from .. from + count.
+  CodesAhead(const Components& c, int first, int last, int from, int count) {
+    if (first >= last || count <= 0) return;
+    at = c.codes + from / TOGETHER * c.block + c.place[first], block = c.block;
+    bytes = c.place[last - 1] + 4 * c.bits[last - 1] - c.place[first], blocks = (from + count + TOGETHER - 1) / TOGETHER - from / TOGETHER;
+  }
+
+  void next(int lines) {
+    for (; lines > 0 && blocks > 0; lines--) {
+      __builtin_prefetch(at + (done < bytes ? done : bytes - 1), 0, 2);
+      if (done < bytes) done += 64;
+      else done = 0, at += block, blocks--;
+    }
+  }
+};
 
 // Components from .. to of `count` tokens, each `row` floats from the last; the first token at out + from % 32.
 inline void decode_components(const Components& c, int first, int last, int from, int count, float* out, int64_t row) {

@@ -4,9 +4,11 @@
 //     k[t, d] = mean[d] + sum over components of y[i, t] basis[i, d] + sum over groups of table[d, group, index[group, t]]
 //
 // Components of few bits that together have five are one index into a table of their sums, in AVX-512, whose instruction looks it up for 16
-// tokens at once, in units that products leave free.
+// tokens at once, in units that products leave free. Pairs of
+// columns that RoPE turns slowly are not built: a few columns of each query stand for all of them (interpolated.hpp).
 #pragma once
 #include "components.hpp"
+#include "interpolated.hpp"
 #include "lookup.hpp"
 #include "problem.hpp"
 #include "products.hpp"
@@ -24,7 +26,6 @@ constexpr int INDEX_BITS = 5, GROUPED_BITS = 0, COLUMNS = 4;
 constexpr int ENTRIES = 1 << INDEX_BITS, VECTORS = 2;  // of tokens: as many accumulators as leave registers for the rest
 constexpr int BETWEEN = 3;  // products after each lookup
 constexpr int MANY = 512;  // tokens from which on tables are worth making
-
 // The components of one head: those that are multiplied, and groups of those that are looked up.
 struct Taken {
   int singles = 0, groups = 0;
@@ -113,7 +114,7 @@ struct Table {
 
 #endif
 
-// COLUMNS columns of the keys, and what they are made of.
+// COLUMNS columns of the keys, in two halves that RoPE turns with each other, or columns that are interpolated; and what they are made of.
 struct Columns {
   const Taken* from;
   alignas(64) float mean[COLUMNS];
@@ -123,19 +124,18 @@ struct Columns {
   const uint32_t* index;
   int64_t row;
 
-  void make(const Rows& rows, int head, const int* order, const float* points) {
-    const int dim = padded(rows.dim);
-    const float* means = rows.basis + int64_t(rows.components.first[rows.heads] + head) * dim;
+  // Of the rows of `matrix`, component by component from `first` on, and `means` the columns `order`.
+  void make(Matrix matrix, const float* means, int first, const int* order, const float* points) {
     for (int c = 0; c < COLUMNS; c++) mean[c] = means[order[c]];
     for (int s = 0; s < from->singles; s++)
-      for (int c = 0; c < COLUMNS; c++) basis[s * COLUMNS + c] = rows.basis[int64_t(from->single[s]) * dim + order[c]];
+      for (int c = 0; c < COLUMNS; c++) basis[s * COLUMNS + c] = matrix.at[(from->single[s] - first) * matrix.row + order[c]];
     float* to = tables;
     for (int k = 0; k < from->groups; k++) {
       V x[COLUMNS][ENTRIES / W] = {};
       for (int m = from->begin[k]; m < from->begin[k + 1]; m++) {
-        const float *weights = rows.basis + int64_t(from->member[m]) * dim, *values = points + m * ENTRIES;
+        const float *own = matrix.at + (from->member[m] - first) * matrix.row, *values = points + m * ENTRIES;
         for (int c = 0; c < COLUMNS; c++)
-          for (int v = 0; v < ENTRIES / W; v++) x[c][v] += load(values + v * W) * weights[order[c]];
+          for (int v = 0; v < ENTRIES / W; v++) x[c][v] += load(values + v * W) * own[order[c]];
       }
       for (int c = 0; c < COLUMNS; c++)
         for (int v = 0; v < ENTRIES / W; v++, to += W) store(to, x[c][v]);
@@ -149,9 +149,8 @@ struct Columns {
       for (int n = 0; n < VECTORS; n++) x[c][n] += own[n] * basis[s * COLUMNS + c];
   }
 
-  // scores[r][t] += those columns of VECTORS vectors of tokens, rotated, times q[r].
-  void add_scores(int t, Matrix q, int rows, float* scores, int64_t score_row) const {
-    V x[COLUMNS][VECTORS] = {};
+  // Those columns of VECTORS vectors of tokens, without their means.
+  inline __attribute__((always_inline)) void columns(int t, V (*x)[VECTORS]) const {
     int s = 0;
     for (int k = 0; k < from->groups; k++) {
       const float* table = tables + k * COLUMNS * ENTRIES;
@@ -164,12 +163,19 @@ struct Columns {
       for (int i = 0; i < BETWEEN; i++) add_single(s++, t, x);
     }
     for (; s < from->singles; s++) add_single(s, t, x);
-    for (int j = 0; j < COLUMNS / 2; j++)
+  }
+
+  // scores[r][t] += those columns, rotated, times q[r].
+  void add_scores(int t, Matrix q, int rows, float* scores, int64_t score_row) const {
+    V x[COLUMNS][VECTORS] = {};
+    columns(t, x);
+    constexpr int PAIRS = COLUMNS / 2;
+    for (int j = 0; j < PAIRS; j++)
       for (int n = 0; n < VECTORS; n++) {
         // The mean last, for it may be far larger than what is added up.
-        const V a = x[2 * j][n] + mean[2 * j], b = x[2 * j + 1][n] + mean[2 * j + 1];
+        const V a = x[j][n] + mean[j], b = x[j + PAIRS][n] + mean[j + PAIRS];
         const V c = cos[j] ? load(cos[j] + t + n * W) : all(1), d = cos[j] ? load(sin[j] + t + n * W) : V{};
-        x[2 * j][n] = a * c - b * d, x[2 * j + 1][n] = a * d + b * c;
+        x[j][n] = a * c - b * d, x[j + PAIRS][n] = a * d + b * c;
       }
     for (int r = 0; r < rows; r++) {
       float* to = scores + r * score_row + t;
@@ -180,48 +186,132 @@ struct Columns {
       }
     }
   }
+
+  // scores[r][t] += column (node, r), from column `first` on, times the weight of that node.
+  void add_interpolated(int t, int first, int rows, const Interpolated& by, float* scores, int64_t score_row) const {
+    V x[COLUMNS][VECTORS] = {};
+    columns(t, x);
+    for (int c = 0; c < COLUMNS && first + c < rows * NODES; c++) {
+      float* to = scores + (first + c) % rows * score_row + t;
+      const float* own = by.weights + (first + c) / rows * by.row + t;
+      for (int n = 0; n < VECTORS; n++) store(to + n * W, load(to + n * W) + (x[c][n] + mean[c]) * load(own + n * W));
+    }
+  }
 };
+
+// Of a span of tokens the pairs that are interpolated, if they are worth it: they leave whole COLUMNS, and are more than what stands for them.
+inline Interpolated slow_pairs(const Problem& p, int token, int count, float* weights, int64_t row) {
+  if (count < MANY) return {p.half, {}, weights, row};
+  constexpr int PAIRS = COLUMNS / 2;
+  Interpolated to = interpolate(p, token, count, (count + TILE - 1) / TILE * TILE, weights, row);
+  to.first = (to.first + PAIRS - 1) / PAIRS * PAIRS;
+  if (2 * (p.half - to.first) < p.padded_rows * NODES) to.first = p.half;
+  return to;
+}
 
 // Floats that `score_columns` needs.
 inline size_t columns_scratch(const Problem& p, int most) {
-  const int64_t row = p.span + 2 * TOGETHER, R = p.padded_rows;
-  return most * (row + ENTRIES + COLUMNS * ENTRIES + COLUMNS) + R * (p.dim + COLUMNS);
+  const int64_t row = p.span + 2 * TOGETHER, R = p.padded_rows, nodes = R * NODES <= p.dim ? padded(R * NODES) : 0;
+  return most * (row + ENTRIES + COLUMNS * ENTRIES + COLUMNS) + R * (p.dim + COLUMNS) + (p.dim + most + 1) * nodes;
 }
 
-// Scores of one head's queries with `count` tokens, rows of `span`; cosines and then sines are rows of `angle_row`, from this token on.
+// What a query makes of each component's row, and of the mean, at each node: (components and 1, nodes R), of pairs that are interpolated
+// and of entries that are not rotated. `turned` has room for (D, nodes R).
+inline void at_nodes(const Problem& p, int head, int token, const Interpolated& slow, float* turned, float* out, int64_t row) {
+  const Components& c = p.keys.components;
+  const int R = p.padded_rows, size = c.first[head + 1] - c.first[head], end = p.rope_first + 2 * p.half;
+  const float *basis = p.keys.basis + int64_t(c.first[head]) * p.dim, *mean = p.keys.basis + int64_t(c.first[p.keys.heads] + head) * p.dim;
+  memset(turned, 0, sizeof(float) * p.dim * row);
+  for (int i = 0; i < NODES; i++) {
+    const float *cos = p.angles + int64_t(token + slow.node[i]) * 2 * p.half, *sin = cos + p.half;
+    for (int r = 0; r < R; r++) {
+      const float* q = p.turned + (int64_t(head) * R + r) * p.dim;
+      float* to = turned + i * R + r;
+      for (int d = 0; d < p.dim; d++)
+        if (d < p.rope_first || d >= end) to[d * row] = q[d];
+      for (int j = slow.first; j < p.half; j++) {
+        const float a = q[p.rope_first + j], b = q[p.rope_first + p.half + j];
+        to[(p.rope_first + j) * row] = a * cos[j] + b * sin[j], to[(p.rope_first + p.half + j) * row] = b * cos[j] - a * sin[j];
+      }
+    }
+  }
+  memset(out, 0, sizeof(float) * (size + 1) * row);
+  const float one[4] = {1, 1, 1, 1};
+  auto add = [&](int first, int last) {
+    if (first >= last) return;
+    const Matrix of{turned + first * row, row};
+    int i = 0;
+    for (; i + 4 <= size; i += 4) {
+      float* to = out + i * row;
+      sums_of<4>(basis + i * p.dim + first, p.dim, 1, one, {to, row}, of, last - first, int(row), to, row);
+    }
+    for (; i <= size; i++) {
+      float* to = out + i * row;
+      sums_of<1>((i < size ? basis + i * p.dim : mean) + first, p.dim, 1, one, {to, row}, of, last - first, int(row), to, row);
+    }
+  };
+  add(0, p.rope_first), add(p.rope_first + slow.first, p.rope_first + p.half), add(p.rope_first + p.half + slow.first, end), add(end, p.dim);
+}
+
+// Scores of one head's queries with `count` tokens, rows of `span`; cosines and then sines of the pairs that are not slow are rows of
+// `angle_row`, from this token on.
 inline void score_columns(
-    const Problem& p, int head, int token, int count, const float* angles, int64_t angle_row, float* scratch, float* scores) {
+    const Problem& p, int head, int token, int count, const float* angles, int64_t angle_row, const Interpolated& slow, CodesAhead& keys_ahead,
+    CodesAhead& values_ahead, float* scratch, float* scores) {
   const Rows& keys = p.keys;
   const Components& c = keys.components;
+  const int begin = c.first[head], size = c.first[head + 1] - begin, from = p.k_from + token, R = p.padded_rows;
+  const float *basis = keys.basis + int64_t(begin) * p.dim, *means = keys.basis + int64_t(c.first[keys.heads] + head) * p.dim;
   Taken taken;
-  take(c, c.first[head], c.first[head + 1], count >= MANY, taken);
-  const int from = p.k_from + token, R = p.padded_rows, own = taken.singles + taken.groups;
-  const int columns = (keys.dim + COLUMNS - 1) / COLUMNS * COLUMNS;
+  take(c, begin, begin + size, count >= MANY, taken);
+  const int own = taken.singles + taken.groups;
   const int64_t row = p.span + 2 * TOGETHER;
-  // Pairs that are rotated, then what is not.
-  int order[MAX_DIM + COLUMNS], n = 0;
-  for (int j = 0; j < p.half; j++) order[n++] = p.rope_first + j, order[n++] = p.rope_first + p.half + j;
-  for (int d = 0; d < p.dim && n < columns; d++)
-    if (d < p.rope_first || d >= p.rope_first + 2 * p.half) order[n++] = d;
+  // Blocks of pairs that are rotated, then of what is not or, with slow pairs, is theirs: the first halves, then the second.
+  constexpr int PAIRS = COLUMNS / 2;
+  const int nodes = slow.first < p.half ? R * NODES : 0;
+  int order[MAX_DIM + COLUMNS], pairs = 0, apart = 0;
+  auto add = [&](int a, int b) {
+    int* to = order + pairs / PAIRS * COLUMNS + pairs % PAIRS;
+    to[0] = a, to[PAIRS] = b, pairs++;
+  };
+  for (int j = 0; j < slow.first; j++) add(p.rope_first + j, p.rope_first + p.half + j);
+  if (!nodes) {
+    int rest[MAX_DIM + COLUMNS];
+    for (int d = 0; d < p.dim; d++)
+      if (d < p.rope_first || d >= p.rope_first + 2 * p.half) rest[apart++] = d;
+    for (int i = 0; i + 1 < apart && 2 * pairs < (keys.dim + COLUMNS - 1) / COLUMNS * COLUMNS; i += 2) add(rest[i], rest[i + 1]);
+  }
+  const int plain = 2 * pairs, columns = padded(nodes);
   float *y = scratch, *points = y + own * row;  // what is loaded by whole vectors first: none then lies in two lines of the cache
   auto* index = reinterpret_cast<uint32_t*>(y + taken.singles * row);
-  float *tables = points + taken.begin[taken.groups] * ENTRIES, *q = tables + taken.groups * COLUMNS * ENTRIES;
-  Columns at{&taken, {}, q + R * columns, tables, y + from % TOGETHER, {}, {}, index + from % TOGETHER, row};
+  float *tables = points + taken.begin[taken.groups] * ENTRIES, *made = tables + taken.groups * COLUMNS * ENTRIES;
+  float *turned = made + (size + 1) * columns, *q = turned + p.dim * columns;
+  const int lead = from % TOGETHER;
+  Columns at{&taken, {}, q + R * plain, tables, y + lead, {}, {}, index + lead, row};
   for (int s = 0; s < taken.singles; s++) decode_component(c, taken.single[s], from, count, y + s * row);
   for (int k = 0; k < taken.groups; k++) index_group(c, taken, k, from, count, index + k * row);
   entries_of(c, taken, points);
+  if (nodes) at_nodes(p, head, token, slow, turned, made, columns);
   const float* given = p.turned + int64_t(head) * R * p.dim;
   for (int r = 0; r < R; r++) {
-    for (int i = 0; i < columns; i++) q[r * columns + i] = given[r * p.dim + order[i]];
+    for (int i = 0; i < plain; i++) q[r * plain + i] = given[r * p.dim + order[i]];
     memset(scores + r * p.span, 0, sizeof(float) * padded(count));
   }
-  for (int first = 0; first < columns; first += COLUMNS) {
-    at.make(keys, head, order + first, points);
-    for (int j = 0; j < COLUMNS / 2; j++) {
+  for (int first = 0; first < plain; first += COLUMNS) {
+    at.make({basis, p.dim}, means, begin, order + first, points);
+    for (int j = 0; j < PAIRS; j++) {
       const int pair = first / 2 + j;
-      at.cos[j] = pair < p.half ? angles + pair * angle_row : nullptr, at.sin[j] = angles + (p.half + pair) * angle_row;
+      at.cos[j] = pair < slow.first ? angles + pair * angle_row : nullptr, at.sin[j] = angles + (slow.first + pair) * angle_row;
     }
-    for (int t = 0; t < count; t += VECTORS * W) at.add_scores(t, {q + first, columns}, R, scores, p.span);
+    for (int t = 0; t < count; t += VECTORS * W) {
+      at.add_scores(t, {q + first, plain}, R, scores, p.span);
+      values_ahead.next(3), keys_ahead.next(2);
+    }
+  }
+  for (int i = 0; i < columns; i++) order[i] = i;
+  for (int first = 0; first < nodes; first += COLUMNS) {
+    at.make({made, columns}, made + size * columns, begin, order + first, points);
+    for (int t = 0; t < count; t += VECTORS * W) at.add_interpolated(t, first, R, slow, scores, p.span);
   }
 }
 

@@ -12,6 +12,26 @@ namespace {
 
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
 
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
+// f(Number<bits>()).
+template <class F>
+inline void with_bits(int bits, F f) {
+  switch (bits) {
+    case 1: return f(Number<1>());
+    case 2: return f(Number<2>());
+    case 3: return f(Number<3>());
+    case 4: return f(Number<4>());
+    case 5: return f(Number<5>());
+    case 6: return f(Number<6>());
+    case 7: return f(Number<7>());
+    default: return f(Number<8>());
+  }
+}
+
 constexpr int SLACK = 16;  // bytes that a vector of codes may read beyond its own
 
 #if defined(__AVX2__)
