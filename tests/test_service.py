@@ -350,13 +350,21 @@ def test_who_takes_nothing_is_let_go(tmp_path: Path) -> None:
 def test_an_object_that_goes_while_it_is_read_breaks_the_answer_off(
     client: TestClient, state: State, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    client.put("/v1/objects/a", content=bytes(50))
     monkeypatch.setattr(type(state.objects), "size", lambda self, name: 100)
     with caplog.at_level(logging.ERROR, "kvtool.service"):
-        assert client.get("/v1/objects/gone").content == b""
+        assert client.get("/v1/objects/a").content == bytes(50)
     assert "broke off" in caplog.text and "Traceback" not in caplog.text
 
 
 # --- prompts
+
+
+def test_an_object_that_goes_before_it_is_read_is_absent(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.put("/v1/objects/a", content=b"x" * 1000)
+    path = Folder.path
+    monkeypatch.setattr(Folder, "path", lambda self, name: path(self, name) if not self.remove(name) else None)
+    assert client.get("/v1/objects/a").status_code == 404
 
 
 def test_prompts_by_their_tokens(client: TestClient, state: State) -> None:

@@ -1,9 +1,12 @@
 """Encrypted objects: what the back end holds tells nothing, and no change of it is taken for the object."""
 
 import base64
+import contextlib
 import errno
 import os
 import secrets
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,9 @@ from kvtool.store.addresses import open_objects
 from kvtool.store.folder import Folder
 from kvtool.store.key_files import make_key, read_key
 from kvtool.store.local_copy import LocalCopy
+from kvtool.store.scratch import Scratch
 from kvtool.store.store import Store
+from tests import store_servers
 from tests.library import ids, tiny
 from tests.test_store_objects import KEY, content
 
@@ -273,6 +278,39 @@ def test_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(BackendError, match=f"needs {package}") as caught:
         open_objects(where, key_file=key)
     assert caught.value.exit_code == 6 and caught.value.hint is not None and "pip install 'kvtool[" in caught.value.hint
+
+
+HOLDER = """
+import sys, time
+from kvtool.store.scratch import Scratch
+scratch = Scratch()
+(scratch.folder() / "in-clear").write_bytes(b"x")
+print(scratch.folder(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_left_in_clear_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of one that lives, nor what is not of this kind."""
+    (tmp_path / "kvtool-copies-file").touch()
+    (tmp_path / "kvtool-copies-link").symlink_to(tmp_path)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with contextlib.ExitStack() as stack:
+        folders = []
+        for _ in range(2):
+            process = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env=environment)
+            stack.enter_context(store_servers.ended(process))
+            assert process.stdout is not None
+            folders.append(Path(stack.enter_context(process.stdout).readline().strip()))
+        process.kill()
+        process.wait()
+        assert all((folder / "in-clear").exists() for folder in folders)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        own = Scratch()
+        assert own.folder().stat().st_mode & 0o077 == 0 and (folders[0] / "in-clear").exists() and not folders[1].exists()
+        assert len(list(tmp_path.iterdir())) == 4
+        own.close()
+    assert (tmp_path / "kvtool-copies-file").exists() and (tmp_path / "kvtool-copies-link").exists()
 
 
 @pytest.mark.parametrize("where", ["", "http://[::1", "s3://[::1", "redis://u:secret@[::1"])
