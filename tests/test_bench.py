@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import re
 import shlex
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -364,6 +365,16 @@ def test_commands_make_their_rows_alone(whole: tuple[dict[str, Any], Path]) -> N
             assert by_name(alone)[name][key] == row[key]
 
 
+def test_rows_are_said_as_they_are_made(capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr where that is no terminal, a line each; nothing beside JSON."""
+    row = ("recode", "--shape", "1,2,2,8,64", "--seconds", "0", "--only", "rotate, mlx float32")
+    assert run(["bench", *row]) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  1 of 1  recode rotate, mlx float32: [\d.]+ (us|ms|s)\n", err) and "rotate, mlx float32" in out
+    assert run(["bench", *row, "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_text_says_what_it_ran_on() -> None:
     code, text = bench("recode", "--shape", "1,2,2,8,64", "--seconds", "0", "--repro")
     assert code == 0
@@ -403,6 +414,7 @@ def test_what_a_mac_would_send(monkeypatch: pytest.MonkeyPatch, queries: int) ->
     monkeypatch.setattr(machine, "platform", SimpleNamespace(**system, python_version=platform.python_version))
     monkeypatch.setattr(machine, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout="Apple M2 Max\n")))
     monkeypatch.setattr(machine, "mx", SimpleNamespace(device_info=lambda: device))
+    monkeypatch.setattr(timing, "SETS", 1)  # an emulated call takes long
     with using(EmulatedMetal()):
         data = report("attend", "--shape", "1,4,2,32,40", "--queries", str(queries), "--codec", KERNEL_SPECS)
     about = data["machine"]
