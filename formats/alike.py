@@ -12,8 +12,9 @@ from typing import Any
 
 from formats.errors import KVError
 from formats.manifest import CacheInfo, Manifest, Node, Tokens, parse_quality, tokens_digest
-from formats.strict_json import loads
+from formats.strict_json import Room, loads
 from formats.tensor_info import TensorInfo
+from formats.token_ids import TokenIds
 
 _DIGEST, _NUMBER = rb'\\":\\"[0-9a-f]{64}\\"', rb'\\":(?:0|[1-9][0-9]{0,14})(?=[,}])'
 _SPAN = rb"\[\[(?:0|[1-9][0-9]{0,14}),(?:0|[1-9][0-9]{0,14})\]\]"
@@ -163,14 +164,8 @@ def _cache(info: CacheInfo, place: tuple[int, tuple[tuple[int, int]]] | None) ->
 
 
 def _tokens(value: bytes, digest: bytes) -> Tokens | None:
-    listed = value[value.index(b"[") + 1 : -1].split(b",")
-    if not all(listed):
-        return None
-    ids = tuple(map(int, listed))
-    # Written in another way, a number is not JSON or not an id.
-    if max(ids) >= 1 << 31 or b",".join(b"%d" % i for i in ids) != b",".join(listed) or tokens_digest(ids) != _digest(digest):
-        return None
-    return Tokens(ids, _digest(digest))
+    ids = TokenIds.parse(value[value.index(b"[") + 1 : -1])
+    return None if ids is None or tokens_digest(ids) != _digest(digest) else Tokens(ids, _digest(digest))
 
 
 def _quality(value: bytes) -> tuple[dict[str, Any], ...] | None:
@@ -178,6 +173,6 @@ def _quality(value: bytes) -> tuple[dict[str, Any], ...] | None:
     if b"\\" in text:
         return None
     try:
-        return parse_quality(Node(loads(text.decode(), "quality")))
+        return parse_quality(Node(loads(text.decode(), "quality", Room(len(value)))))
     except (KVError, UnicodeDecodeError):
         return None

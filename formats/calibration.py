@@ -61,7 +61,7 @@ def _described(calibration: CalibrationFile) -> tuple[Mapping[str, Any], Arrays]
 
 
 def _made(root: Node, arrays: Arrays) -> CalibrationFile:
-    kinds = root.key("kinds").items()
+    kinds = list(root.key("kinds").items())
     tables: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for kind, node in kinds:
         tables[kind] = {layer.text(): {} for layer in node.key("layers").elements()}
@@ -80,8 +80,8 @@ def _made(root: Node, arrays: Arrays) -> CalibrationFile:
         tokens=root.key("tokens").integer(),
         tables=tables,
         options={kind: node.key("options").members() for kind, node in kinds},
-        skipped={name: node.text() for name, node in root.key("skipped").items()},
-        producer={name: node.text() for name, node in root.key("producer").items()},
+        skipped=root.key("skipped").texts(),
+        producer=root.key("producer").texts(),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from formats.container import tensor_array
-from formats.errors import KVError
+from formats.errors import KVError, Problems
 from formats.examine import examine
 from formats.files import naming, opened
 
@@ -34,7 +34,7 @@ def check(path: str | os.PathLike[str], progress: Callable[[int, int], None] | N
         OSError: the file cannot be read at all.
     """
     path = os.fspath(path)
-    problems: list[KVError] = []
+    problems = Problems()
     try:
         with naming(path), opened(path) as (fd, size):
             found = examine(fd, size)

@@ -27,7 +27,7 @@ import zstandard
 
 from formats.alike import Outline
 from formats.atomic import AtomicFile, atomic_write
-from formats.errors import CompressionError, DigestError, KVError, LayoutError, PaddingError
+from formats.errors import CompressionError, DigestError, KVError, LayoutError, PaddingError, Problems
 from formats.examine import (
     DIGEST_AT,
     MAX_EXPANSION,
@@ -35,15 +35,16 @@ from formats.examine import (
     TensorInfo,
     examine,
     header_digest,
+    manifest_json,
     outline,
     padded,
     reference_problems,
     tensor_json,
 )
 from formats.files import naming, opened
-from formats.header import MAX_HEADER, NUMPY, count, is_tensor_name
+from formats.header import MAX_HEADER, NUMPY, count, header_text, is_tensor_name, parse_entries, parse_json
 from formats.manifest import ITEM_BYTES, Manifest, parse, to_json
-from formats.strict_json import dumps, loads
+from formats.strict_json import Room, dumps, loads
 
 _CHUNK = 1 << 20
 _LEVEL = 3
@@ -174,7 +175,7 @@ def write_container(
             end += grown - space
             space = grown
         out.seek(0)
-        out.write(_sealed(header, space))
+        out.write(_sealed(header, space, end))
         # An attempt at compression may have written past the last tensor.
         out.truncate(end)
     return WriteReport(os.fspath(path), end, space, end - space)
@@ -201,7 +202,8 @@ def _check_plans(plans: tuple[TensorPlan, ...]) -> None:
 def _check_manifest(manifest: Manifest, names: set[str]) -> None:
     """Refuse to write what the reader would refuse, as the caller's mistake that it is."""
     try:
-        parse(loads(dumps(to_json(manifest)), "manifest"))
+        # Whether there is room in a file of its size is seen at the end.
+        parse(loads(dumps(to_json(manifest)), "manifest", Room(MAX_HEADER << 4)))
         problems = reference_problems(manifest, names)
     except KVError as error:
         raise ValueError(f"[write_container] the manifest is not valid: {error}") from error
@@ -232,10 +234,15 @@ def _header(manifest: Manifest | None, tensors: Sequence[TensorInfo], base: int 
     return bytes(8) + "".join([*parts, "}"]).encode()
 
 
-def _sealed(header: bytes, size: int) -> bytes:
-    """The header padded to `size` bytes, with its length and digest."""
+def _sealed(header: bytes, size: int, file_bytes: int) -> bytes:
+    """The header padded to `size` bytes, with its length and digest, of a file of so many bytes."""
     if size - 8 > MAX_HEADER:
         raise ValueError(f"[write_container] the header would have {size - 8} bytes, more than {MAX_HEADER}.")
+    try:
+        room = Room(file_bytes)
+        manifest_json(parse_entries(parse_json(header_text(header, room), room), size, Problems()), file_bytes)
+    except KVError as error:
+        raise ValueError(f"[write_container] a reader would refuse this header: {error}") from error
     raw = bytearray(header.ljust(size, b" "))
     raw[:8] = (size - 8).to_bytes(8, "little")
     raw[DIGEST_AT : DIGEST_AT + 64] = header_digest(bytes(raw)).encode()
@@ -431,7 +438,7 @@ class Reader:
             try:
                 self.array(name)
             except KVError as error:
-                defects.append(Defect(name, error))
+                defects.append(Defect(name, error.with_traceback(None)))
             done += info.padded
             if progress is not None:
                 progress(done, total)

@@ -4,6 +4,7 @@ One class per kind of defect. A caller's own mistake is a ValueError or TypeErro
 refuses (no such file, no permission, disk full, I/O error) stays the OSError it is, with its path; the command line maps it.
 """
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -31,6 +32,22 @@ class KVError(Exception):
 
     def __str__(self) -> str:
         return self.what if self.path is None else f"{self.path}: {self.what}"
+
+
+class Problems(list[KVError]):
+    """The first MOST problems of one input, and then one that says that there are more. None keeps what was in memory when it was met."""
+
+    MOST: ClassVar[int] = 200
+
+    def append(self, problem: KVError) -> None:
+        if len(self) < self.MOST:
+            super().append(problem.with_traceback(None))
+        elif len(self) == self.MOST:
+            super().append(FormatError(f"and more: the first {self.MOST} problems are named"))
+
+    def extend(self, problems: Iterable[KVError]) -> None:
+        for problem in problems:
+            self.append(problem)
 
 
 class FormatError(KVError):

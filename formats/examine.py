@@ -4,23 +4,40 @@ The header begins with PREFIX, then the 64 hex digits of its own blake3, at a fi
 proven whole, before any JSON is parsed. `open_container` raises the first problem found here; `check` reports all of them.
 """
 
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import blake3
 
 from formats.alike import Outline
-from formats.errors import DigestError, HeaderDigestError, HeaderError, KVError, LayoutError, ManifestError, NotKvtoolError
+from formats.errors import DigestError, HeaderDigestError, HeaderError, KVError, LayoutError, ManifestError, NotKvtoolError, Problems
 from formats.foreign.mlx_lm import version_of
-from formats.header import Entry, Header, check_extents, count, is_possible, is_tensor_name, parse_entries, parse_json, read_raw
-from formats.manifest import ITEM_BYTES, CacheInfo, Manifest, Node, Role, parse
-from formats.strict_json import loads
+from formats.header import (
+    Entry,
+    Header,
+    check_extents,
+    count,
+    header_text,
+    is_possible,
+    is_tensor_name,
+    parse_entries,
+    parse_json,
+    read_raw,
+)
+from formats.manifest import ITEM_BYTES, JSON, CacheInfo, Manifest, Node, Role, parse
+from formats.strict_json import Room, loads
 from formats.tensor_info import TensorInfo
+from formats.token_ids import TokenIds
 
 ALIGNMENT = 64
 FORMAT = "kvtool"
 PREFIX = b'{"__metadata__":{"format":"kvtool","header_blake3":"'
 DIGEST_AT = 8 + len(PREFIX)
+_TOKENS = re.compile(r'"tokens":\{"blake3":"[0-9a-f]{64}","ids":\[([0-9,]*+)\]\}')
+_ENTRY = 320  # bytes that a tensor of the header takes
 ENCODINGS = ("none", "zstd")
 # The most that a zstd payload may expand; the writer stores raw what would expand more.
 MAX_EXPANSION = 1024
@@ -38,7 +55,7 @@ class Examination:
     alike: bool = False
     manifest: Manifest | None = None
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
-    problems: list[KVError] = field(default_factory=list)
+    problems: list[KVError] = field(default_factory=Problems)
 
 
 def padded(size: int) -> int:
@@ -67,9 +84,9 @@ def examine(fd: int, size: int, like: Outline | None = None) -> Examination:
     """
     found = Examination()
     try:
-        raw = read_raw(fd, size)
+        raw, room = read_raw(fd, size), Room(size)
         found.header_bytes = len(raw)
-        _recognise(raw)
+        _recognise(raw, room)
         if len(raw) % ALIGNMENT:
             found.problems.append(HeaderError(f"length bytes and header are {len(raw)} bytes, not a multiple of {ALIGNMENT}"))
         recorded, actual = raw[DIGEST_AT : DIGEST_AT + 64], header_digest(raw)
@@ -80,23 +97,27 @@ def examine(fd: int, size: int, like: Outline | None = None) -> Examination:
         if recorded != actual.encode():
             shown = recorded.decode("ascii", "replace")
             found.problems.append(HeaderDigestError(f"the header has digest {actual}, recorded is {shown}"))
-        obj = parse_json(raw)
+        text = header_text(raw, room)
+        del raw
+        obj = parse_json(text, room)
+        del text
         before = len(found.problems)
-        header = parse_entries(obj, raw, found.problems)
+        header = parse_entries(obj, found.header_bytes, found.problems)
+        del obj
         if len(found.problems) == before:
             check_extents(header, size, found.problems, in_order=True)
-        _read_manifest(header, found)
+        _read_manifest(header, found, size)
     except KVError as error:
         found.problems.append(error)
     return found
 
 
-def _recognise(raw: bytes) -> None:
+def _recognise(raw: bytes, room: Room) -> None:
     """Raise what the file is, if it does not begin as a kvtool file does."""
     if raw[8:DIGEST_AT] == PREFIX and len(raw) >= DIGEST_AT + 64:
         return
     try:
-        header = parse_entries(parse_json(raw), raw, [])
+        header = parse_entries(parse_json(header_text(raw, room), room), len(raw), Problems())
     except HeaderError as error:
         raise HeaderError(f"{error.what} (and it does not begin as a kvtool file does)") from None
     if header.metadata.get("format") == FORMAT or "kvtool" in header.metadata or "header_blake3" in header.metadata:
@@ -110,20 +131,21 @@ def _recognise(raw: bytes) -> None:
     raise NotKvtoolError(f"not a kvtool file: a safetensors file of {len(header.entries)} tensors without kvtool's metadata")
 
 
-def _read_manifest(header: Header, found: Examination) -> None:
+def _read_manifest(header: Header, found: Examination, size: int) -> None:
     if set(header.metadata) != {"format", "header_blake3", "kvtool"}:
         raise HeaderError(f"header: __metadata__ must have format, header_blake3 and kvtool, but has {sorted(header.metadata)}"[:200])
-    root = Node(loads(header.metadata["kvtool"], "manifest"))
+    root = Node(manifest_json(header, size))
     # The manifest first: a newer schema may describe its tensors in another way.
     try:
         found.manifest = parse(root.value)
     except (ManifestError, DigestError) as error:
         found.problems.append(error)
-    table = dict(root.key("tensors").items())
+    tensors_node = root.key("tensors")
+    table = tensors_node.members()
     for name in sorted(set(header.entries) - set(table)):
         found.problems.append(ManifestError(f"$.tensors: tensor {name[:80]!r} of the file is missing"))
     tensors = {}
-    for name, node in table.items():
+    for name, node in tensors_node.items():
         try:
             info = _tensor(name, node, header.entries.get(name), found.header_bytes)
         except KVError as error:
@@ -136,6 +158,29 @@ def _read_manifest(header: Header, found: Examination) -> None:
         found.problems.extend(reference_problems(found.manifest, table))
 
 
+def manifest_json(header: Header, size: int) -> JSON:
+    """The manifest's JSON, which is taken out of the header of a file of `size` bytes. Token ids, written as this program writes them, are
+    read apart from it, into four bytes each. Errors as `loads`."""
+    text, room = header.metadata.pop("kvtool"), Room(size)
+    # As much again, for what is freed and not given back.
+    room.take(2 * sys.getsizeof(text) + _ENTRY * len(header.entries), "header")
+    found = _TOKENS.search(text)
+    if found is not None and text.count('"ids"') == 1:
+        start, digits = found.start(1), found[1]
+        text = text[:start] + text[start + len(digits) :]
+        del found
+        room.take(ITEM_BYTES["I32"] * (digits.count(",") + 1), "manifest")
+        ids = TokenIds.parse(digits.encode())
+        value = loads(text, "manifest", room)
+        # An object of that form may also stand elsewhere; then the manifest's own tokens have no ids.
+        if ids is not None and isinstance(tokens := value.get("tokens"), dict) and tokens.get("ids") == []:
+            tokens["ids"] = ids
+            return value
+        del value
+        text = text[:start] + digits + text[start:]
+    return loads(text, "manifest", room)
+
+
 def _tensor(name: str, node: Node, entry: Entry | None, header_bytes: int) -> TensorInfo:
     if not is_tensor_name(name):
         raise LayoutError(f"tensor name {name[:80]!r} is not allowed")
@@ -144,7 +189,7 @@ def _tensor(name: str, node: Node, entry: Entry | None, header_bytes: int) -> Te
     info = TensorInfo(
         name=name,
         dtype=node.key("dtype").choice(tuple(ITEM_BYTES)),
-        shape=tuple(n.integer(0, 1 << 48) for n in node.key("shape").elements()[:33]),
+        shape=tuple(n.integer(0, 1 << 48) for n in islice(node.key("shape").elements(), 33)),
         bytes=node.key("bytes").integer(),
         stored=node.key("stored").integer(),
         padded=entry.end - entry.begin,
@@ -173,9 +218,9 @@ def _tensor(name: str, node: Node, entry: Entry | None, header_bytes: int) -> Te
     return info
 
 
-def reference_problems(manifest: Manifest, names: "dict[str, Node] | set[str]") -> list[KVError]:
+def reference_problems(manifest: Manifest, names: Container[str]) -> list[KVError]:
     """A ManifestError for each tensor that the manifest names and `names` does not have, or that it names twice."""
-    problems: list[KVError] = []
+    problems: list[KVError] = Problems()
     used: set[str] = set()
 
     def tensor(name: str, path: str) -> None:

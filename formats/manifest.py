@@ -5,7 +5,7 @@ old reader must not ignore is named in `requires`, and an unknown entry there is
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from formats.errors import DigestError, ManifestError, VersionError
 from formats.model_info import ModelInfo, model_json, model_of
+from formats.token_ids import TokenIds
 
 JSON = Any
 SCHEMA = 1
@@ -62,7 +63,7 @@ class Role:
     segments: Sequence[Segment]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StateArray:
     """A recurrent state, stored verbatim in the tensor named `tensor`."""
 
@@ -108,18 +109,18 @@ class LayerInput:
 class Tokens:
     """Token ids and the blake3 of them as little-endian int32."""
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     blake3: str
 
     @classmethod
-    def of(cls, ids: "list[int] | tuple[int, ...] | np.ndarray") -> "Tokens":
+    def of(cls, ids: "Sequence[int] | np.ndarray") -> "Tokens":
         """Token ids (integers in 0 .. 2**31 - 1) with their digest computed.
 
         Raises:
             ValueError: an id is out of range.
         """
-        plain = tuple(int(i) for i in ids)
-        return cls(plain, tokens_digest(plain))
+        held = TokenIds.of(ids)
+        return cls(held, tokens_digest(held))
 
 
 @dataclass(frozen=True)
@@ -143,15 +144,13 @@ class Manifest:
     layer_inputs: tuple[LayerInput, ...] = ()
 
 
-def tokens_digest(ids: tuple[int, ...]) -> str:
+def tokens_digest(ids: Sequence[int]) -> str:
     """Blake3, in hex, over token ids as little-endian int32.
 
     Raises:
         ValueError: an id is outside 0 .. 2**31 - 1.
     """
-    if ids and not (min(ids) >= 0 and max(ids) < 1 << 31):
-        raise ValueError(f"[tokens_digest] token ids must be in 0 .. 2**31 - 1, but got {min(ids)} .. {max(ids)}.")
-    return blake3.blake3(np.array(ids, dtype="<i4").tobytes()).hexdigest()
+    return blake3.blake3(TokenIds.of(ids).array.tobytes()).hexdigest()
 
 
 def to_json(manifest: Manifest) -> dict[str, JSON]:
@@ -196,6 +195,8 @@ def _role_json(role: Role) -> dict[str, JSON]:
 class Node:
     """A JSON value with the path it stands at; the accessors raise ManifestError naming that path."""
 
+    __slots__ = ("path", "value")
+
     def __init__(self, value: JSON, path: str = "$") -> None:
         self.value = value
         self.path = path
@@ -217,14 +218,20 @@ class Node:
     def members(self) -> dict[str, JSON]:
         return self._is(dict, "an object")
 
-    def items(self) -> list[tuple[str, "Node"]]:
-        return [(name, Node(value, f"{self.path}.{name}")) for name, value in self.members().items()]
+    def items(self) -> Iterator[tuple[str, "Node"]]:
+        return ((name, Node(value, f"{self.path}.{name}")) for name, value in self.members().items())
+
+    def texts(self) -> dict[str, str]:
+        """An object of strings, as it is."""
+        for _, node in self.items():
+            node.text()
+        return self.members()
 
     def raw_elements(self) -> list[JSON]:
         return self._is(list, "a list")
 
-    def elements(self) -> list["Node"]:
-        return [Node(value, f"{self.path}[{i}]") for i, value in enumerate(self.raw_elements())]
+    def elements(self) -> Iterator["Node"]:
+        return (Node(value, f"{self.path}[{i}]") for i, value in enumerate(self.raw_elements()))
 
     def text(self, pattern: re.Pattern[str] | None = None) -> str:
         text = self._is(str, "a string")
@@ -259,17 +266,19 @@ class Node:
         return None if self.value is None else read(self)
 
     def span(self) -> tuple[int, int]:
-        ends = self.elements()
+        ends = self.raw_elements()
         if len(ends) != 2:
             raise self.fail(f"must have 2 numbers, but has {len(ends)}")
-        start, stop = ends[0].integer(), ends[1].integer()
+        start, stop = (end.integer() for end in self.elements())
         if start >= stop:
             raise self.fail(f"range [{start}, {stop}) is empty or reversed")
         return start, stop
 
 
 def _show(value: JSON) -> str:
-    text = repr(value) if not isinstance(value, (dict, list)) else f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, (dict, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value[:80] if isinstance(value, str) else value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -288,7 +297,7 @@ def parse(obj: JSON) -> Manifest:
     requires = tuple(entry.text() for entry in root.key("requires").elements())
     unknown = sorted(set(requires) - KNOWN_REQUIRES)
     if unknown:
-        raise VersionError(f"$.requires: needs {', '.join(unknown)}, which this version does not have", hint="upgrade kvtool")
+        raise VersionError(f"$.requires: needs {', '.join(unknown)[:200]}, which this version does not have", hint="upgrade kvtool")
     tokens = root.key("tokens").optional(_tokens)
     length_node = root.key("length")
     length = length_node.integer()
@@ -300,7 +309,7 @@ def parse(obj: JSON) -> Manifest:
     return Manifest(
         schema=schema,
         requires=requires,
-        producer={name: node.text() for name, node in root.key("producer").items()},
+        producer=root.key("producer").texts(),
         model=model_of(root.key("model")),
         tokens=tokens,
         length=length,
@@ -315,14 +324,15 @@ def parse(obj: JSON) -> Manifest:
 
 def _tokens(node: Node) -> Tokens:
     ids_node = node.key("ids")
-    ids = tuple(ids_node.raw_elements())
-    if not set(map(type, ids)) <= {int}:
-        raise ids_node.fail("holds something other than integers")
-    recorded = node.key("blake3").digest()
-    try:
-        digest = tokens_digest(ids)
-    except ValueError:
-        raise ids_node.fail(f"token ids must be in 0 .. 2**31 - 1, but are {min(ids)} .. {max(ids)}") from None
+    ids = ids_node.value
+    if not isinstance(ids, TokenIds):
+        if not set(map(type, ids_node.raw_elements())) <= {int}:
+            raise ids_node.fail("holds something other than integers")
+        try:
+            ids = TokenIds.of(ids)
+        except ValueError:
+            raise ids_node.fail(f"token ids must be in 0 .. 2**31 - 1, but are {min(ids)} .. {max(ids)}") from None
+    recorded, digest = node.key("blake3").digest(), tokens_digest(ids)
     if digest != recorded:
         raise DigestError(f"{node.path}: the {len(ids)} token ids have digest {digest}, recorded is {recorded}")
     return Tokens(ids, recorded)
@@ -411,7 +421,7 @@ def _segment(node: Node, codecs: int) -> Segment:
         rows=node.key("rows").span(),
         codec=codec.integer(0, codecs - 1) if codecs else _no_such(codec, "codec"),
         frame=node.key("frame").choice(FRAMES),
-        tensors={part: name.text() for part, name in node.key("tensors").items()},
+        tensors=node.key("tensors").texts(),
     )
 
 

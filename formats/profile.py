@@ -89,7 +89,7 @@ def _made(root: Node, arrays: Arrays) -> Profile:
         scored=root.key("scored").integer(1),
         rows=tuple(rows),
         left_out=tuple(node.text() for node in root.key("left_out").elements()),
-        producer={name: node.text() for name, node in root.key("producer").items()},
+        producer=root.key("producer").texts(),
     )
 
 

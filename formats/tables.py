@@ -16,11 +16,11 @@ import blake3
 import numpy as np
 
 from formats.atomic import atomic_write
-from formats.errors import DigestError, HeaderError, KVError, LayoutError, ManifestError, NotKvtoolError, VersionError
+from formats.errors import DigestError, HeaderError, KVError, LayoutError, ManifestError, NotKvtoolError, Problems, VersionError
 from formats.files import naming, opened
-from formats.header import MAX_HEADER, Entry, Header, check_extents, is_tensor_name, parse_entries, parse_json, read_raw
+from formats.header import MAX_HEADER, Entry, Header, check_extents, header_text, is_tensor_name, parse_entries, parse_json, read_raw
 from formats.manifest import ModelInfo, Node, model_of
-from formats.strict_json import dumps, loads
+from formats.strict_json import Room, dumps, loads
 
 MAX_BYTES = 1 << 34
 # safetensors dtype -> numpy's; no others occur.
@@ -154,8 +154,9 @@ class Kind(Generic[Content]):
 
     def _header(self, raw: bytes, size: int) -> tuple[Header, Node]:
         """The header of a file of so many bytes, and the description in it."""
-        problems: list[KVError] = []
-        header = parse_entries(parse_json(raw), raw, problems)
+        problems = Problems()
+        room = Room(size)
+        header = parse_entries(parse_json(header_text(raw, room), room), len(raw), problems)
         if not problems and header.metadata.get("format") != self.format:
             kind = "a kvtool file" if header.metadata.get("format") == "kvtool" else "safetensors without its metadata"
             raise NotKvtoolError(f"not a {self.word}: {kind}")
@@ -165,7 +166,7 @@ class Kind(Generic[Content]):
             raise problems[0]
         if self.sealed and (unknown := sorted(set(header.metadata) - {"format", self.word, "blake3"})):
             raise HeaderError(f"header: __metadata__ of a {self.word} has the unknown fields {unknown}"[:200])
-        root = Node(loads(header.metadata.get(self.word, ""), self.word))
+        root = Node(loads(header.metadata.get(self.word, ""), self.word, room))
         version = root.key("version").integer(1)
         if version > self.version:
             raise VersionError(f"$.version: {version} is newer than {self.version}, the newest this version reads", hint="upgrade kvtool")
@@ -179,7 +180,8 @@ class Kind(Generic[Content]):
         raw = bytes(view[: 8 + int.from_bytes(view[:8], "little")])
         header, root = self._header(raw, len(view))
         if "blake3" in header.metadata:
-            found = _seal(parse_json(raw), [view[len(raw) :]])
+            room = Room(len(view))
+            found = _seal(parse_json(header_text(raw, room), room), [view[len(raw) :]])
             if found != header.metadata["blake3"]:
                 raise DigestError(f"header and arrays have the digest {found[:16]}, and {header.metadata['blake3'][:16]} is recorded")
         arrays = {name: self._array(name, e, view[len(raw) + e.begin : len(raw) + e.end]) for name, e in header.entries.items()}

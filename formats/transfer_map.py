@@ -149,7 +149,7 @@ def _made(root: Node, arrays: Arrays) -> MapFile:
         texts={name: node.digest() for name, node in root.key("texts").items()},
         tokens=root.key("tokens").integer(),
         layers=layers,
-        producer={name: node.text() for name, node in root.key("producer").items()},
+        producer=root.key("producer").texts(),
     )
 
 

@@ -346,7 +346,7 @@ class Archive:
     @property
     def tokens(self) -> tuple[int, ...] | None:
         """Token ids, or None where they are unknown."""
-        return None if self.manifest.tokens is None else self.manifest.tokens.ids
+        return None if self.manifest.tokens is None else tuple(self.manifest.tokens.ids)
 
     @property
     def length(self) -> int:

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from formats.atomic import atomic_write
-from formats.errors import KVError, ManifestError, NotKvtoolError
+from formats.errors import ManifestError, NotKvtoolError, Problems
 from formats.files import naming, opened
 from formats.foreign.mlx_lm_state import ForeignArray, ForeignCache, State, validate
-from formats.header import NUMPY, Header, check_extents, parse_entries, parse_json, read_raw
-from formats.strict_json import dumps
+from formats.header import NUMPY, Header, check_extents, header_text, parse_entries, parse_json, read_raw
+from formats.strict_json import Room, dumps
 
 _PATH = re.compile(r"(0|[1-9][0-9]{0,8})(\.(0|[1-9][0-9]{0,8})){0,19}")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -62,8 +62,9 @@ def read_prompt_cache(path: str | os.PathLike[str]) -> PromptCacheFile:
     path = os.fspath(path)
     with naming(path), opened(path) as (fd, size):
         raw = read_raw(fd, size)
-        problems: list[KVError] = []
-        header = parse_entries(parse_json(raw), raw, problems)
+        problems = Problems()
+        room = Room(size)
+        header = parse_entries(parse_json(header_text(raw, room), room), len(raw), problems)
         if not problems:
             check_extents(header, size, problems, in_order=False)
         if problems:
@@ -150,7 +151,7 @@ def _leaves(header: Header, data: mmap.mmap) -> dict[str, ForeignArray]:
         if entry.end == entry.begin:
             array = np.zeros(entry.shape, dtype)
         else:
-            flat = np.frombuffer(data, np.uint8, entry.end - entry.begin, len(header.raw) + entry.begin)
+            flat = np.frombuffer(data, np.uint8, entry.end - entry.begin, header.size + entry.begin)
             array = flat.view(dtype).reshape(entry.shape)
         leaves[name] = ForeignArray(entry.dtype, entry.shape, array)
     return leaves

@@ -10,7 +10,7 @@ from mlx.utils import tree_reduce
 
 from formats.calibration import from_bytes, to_bytes
 from formats.errors import DigestError, FormatError, IncompatibleError, IntegrityError, KVError
-from formats.strict_json import loads
+from formats.strict_json import Room, loads
 from formats.tables import digest_of
 from kvtool.calibrations import Calibration
 from kvtool.capturing import Snapshot
@@ -67,7 +67,8 @@ class Descriptions:
         """What is known of a model, empty where nothing is."""
         if weights not in self._models:
             try:
-                about = loads(read_short(self.objects, f"models/{weights}.json").decode("utf-8", "replace"), "model")
+                data = read_short(self.objects, f"models/{weights}.json")
+                about = loads(data.decode("utf-8", "replace"), "model", Room(len(data)))
                 counts = {name: min(max(int(about[name] or 0), 0), MOST) for name in ("parameters", "row")}
                 known = {"name": str(about["name"])[:LONGEST_NAME], **counts}
             except (Missing, KVError, OSError, ValueError, TypeError, KeyError):

@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from formats.errors import DigestError, IncompatibleError, ManifestError
 from formats.manifest import ModelInfo
-from formats.strict_json import loads
+from formats.strict_json import Room, loads
 from kvtool.compat import identity_key
 from kvtool.probe import CacheProbe, RoleProbe
 from veloxquant_mlx.codecs import CodecPlan, parse_codec
@@ -105,7 +105,7 @@ class Space:
         found = keyed(data, secret).hexdigest()
         if found != key:
             raise DigestError(f"space {key[:12]} has digest {found[:12]}")
-        about = loads(data.decode("utf-8", "replace"), "space")
+        about = loads(data.decode("utf-8", "replace"), "space", Room(len(data)))
         if not isinstance(about, dict) or set(about) != _FIELDS or about["schema"] != SCHEMA:
             raise ManifestError(f"space {key[:12]} is of another schema than {SCHEMA}", hint="update kvtool")
         space = cls(data, about, secret)

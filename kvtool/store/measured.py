@@ -3,8 +3,8 @@
 from typing import Any
 
 from formats.errors import KVError
-from formats.header import parse_json
-from formats.strict_json import dumps, loads
+from formats.header import header_text, parse_json
+from formats.strict_json import Room, dumps, loads
 from kvtool.store.objects import Missing, Objects
 
 FIRST, LONGEST = 1 << 16, 4 << 20  # bytes of a header: read at first, read at all
@@ -18,8 +18,11 @@ def measured(objects: Objects, name: str) -> list[dict[str, Any]] | None:
         length = 8 + int.from_bytes(raw[:8], "little")
         if len(raw) < 8 or length > LONGEST:
             return None
-        raw = raw[:length] if length <= len(raw) else objects.read(name, 0, length)
-        quality = loads(parse_json(raw)["__metadata__"]["kvtool"], "manifest")["quality"]
+        room = Room(FIRST)
+        if length > FIRST:
+            raw, room = objects.read(name, 0, length), Room(objects.sizes([name])[0] or 0)
+        raw = raw[:length]
+        quality = loads(parse_json(header_text(raw, room), room)["__metadata__"]["kvtool"], "manifest", room)["quality"]
     except (Missing, KVError, OSError, ValueError, KeyError, TypeError):
         return None
     steps = [step for step in quality if isinstance(step, dict)] if isinstance(quality, list) else None
