@@ -124,6 +124,7 @@ TILES = (
     CodedCase("tiles, commvq product before RoPE, affine values", places(4), BY_TOKEN, dim=128, queries=4, rows=90, first=7, rope=True),
     CodedCase("tiles, affine before RoPE", AFFINE, BY_TOKEN, dim=128, queries=4, rows=90, first=7, rope=True),
     CodedCase("tiles, affine before RoPE, groups of 16", affine(4, 16), VALUES, dim=128, queries=2, rows=70, first=3, rope=True, splits=2),
+    CodedCase("tiles, eight heads before RoPE", RVQ4, VALUES, dim=128, heads=8, queries=1, rows=70, first=3, rope=True),
     CodedCase("tiles, one row", plain(mx.float16), table(4), dim=128, heads=3, rows=1),
 )
 # Where there is a GPU: what fills one.

@@ -23,11 +23,13 @@ OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC", "-mf16c")
 TYPES = {mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t", mx.int32: "int"}
 TYPES |= {mx.bool_: "bool", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
 FUNCTION = re.compile(
-    r"(?:template <[^>]*>\n)?(?:constexpr )?__device__ __forceinline__ [\w*]+ (decode_\w+)\((?:[^{};]*)\) \{\n.*?\n\}\n", re.DOTALL
+    r"(?:template <[^>]*>\n)?(?:constexpr )?__device__ __forceinline__ [\w*]+ ((?:coded|decode)_\w+)\((?:[^{};]*)\) \{\n.*?\n\}\n",
+    re.DOTALL,
 )
 # What warp.hpp has, and what it could not compile.
 REPLACED = ("decode_mma", "decode_transpose", "decode_columns", "decode_copy", "decode_commit", "decode_wait", "decode_exp2")
-REPLACED += ("decode_prefetch", "decode_product", "decode_add_product", "decode_memory")
+REPLACED += ("decode_prefetch", "decode_arrived", "decode_meet", "decode_address", "decode_load")
+REPLACED += ("decode_product", "decode_add_product", "decode_memory", "coded_short")
 BOUNDS = re.compile(r"#undef __global__\n#define __global__ [^\n]*\n")
 
 

@@ -54,6 +54,8 @@ inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
 inline float __uint_as_float(uint32_t x) { float y; memcpy(&y, &x, 4); return y; }
 inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
 inline uint32_t __float_as_uint(float x) { uint32_t y; memcpy(&y, &x, 4); return y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 template <typename T> inline T __ldg(const T* p) {
   if (reinterpret_cast<size_t>(p) % alignof(T)) { fprintf(stderr, "a load that is not aligned\n"); abort(); }
@@ -76,6 +78,7 @@ struct Block {
   std::vector<Gate> warps;
   std::vector<uint32_t> slots;  // 8 words a thread
   Gate all;
+  Gate meetings[16];
   void* home;
   int current = 0;
 };
@@ -194,6 +197,7 @@ template <typename Body> void run(Dim grid_, int threads, Body body) {
 #define blockIdx (emulated::block_index)
 #define gridDim (emulated::grid)
 inline void __syncthreads() { emulated::wait(emulated::block->all, int(emulated::block->fibers.size())); }
+inline void __trap() { fprintf(stderr, "a trap\n"); abort(); }
 inline void __syncwarp() { emulated::warp(); }
 template <typename T> inline T __shfl_xor_sync(uint32_t, T x, int mask) { return emulated::exchange(x, emulated::lane() ^ mask); }
 template <typename T> inline T __shfl_sync(uint32_t, T x, int from) { return emulated::exchange(x, from % 32); }
@@ -272,6 +276,8 @@ template <typename T> inline void decode_copy(T* to, const T* from) {  // arrive
 inline void decode_prefetch(const void*) {}
 inline void decode_commit() {}
 inline void decode_wait() { emulated::warp(); }
+inline void decode_arrived() { emulated::warp(); }
+inline void decode_meet(int barrier, int threads) { emulated::wait(emulated::block->meetings[barrier], threads); }
 template <typename F> inline uint32_t decode_by_halves(F f) {
   uint32_t found = 0;
   for (int i = 0; i < 2; i++) {
@@ -291,7 +297,15 @@ inline uint32_t decode_product(uint32_t x, uint32_t y, uint32_t rest) {
   const uint32_t near = decode_by_halves([&](int i) { return _Float16(float(emulated::half_of(x, i)) * float(emulated::half_of(y, i))); });
   return decode_add_product(x, y, (near & rest) ^ 0x80008000u);
 }
+inline uint32_t coded_short(const void* from) { return __ldg(static_cast<const uint16_t*>(from)); }
 inline float decode_exp2(float x) { return exp2f(x); }
-alignas(256) inline char emulated_memory[1 << 18];
-inline char* decode_memory() { return emulated_memory; }
+// As on a GPU, the first KiB of shared memory is not the block's.
+alignas(65536) inline char emulated_memory[1 << 18];
+inline uint32_t decode_address(const char* pointer) { return uint32_t(pointer - emulated_memory); }
+template <int OFFSET> inline uint32_t decode_load(uint32_t address) {
+  uint32_t word;
+  memcpy(&word, emulated_memory + address + OFFSET, 4);
+  return word;
+}
+inline char* decode_memory() { return emulated_memory + 1024; }
 }  // namespace kvtool

@@ -93,22 +93,28 @@ def coded_attend(
     if mask is not None:
         check_array(NAME, "mask", mask, (1 if mask.shape[0] == 1 else heads, queries, count), (mx.bool_, mx.float32))
     turn = angles is not None and k.signs is not None
-    q = _query(q, k, turn) * math.log2(math.e)
+    q = _query(q, k, turn)
     if _coded_tiles.takes(k, v, angles is not None, mask is not None):
-        out, lse, splits = _coded_tiles.tiles(q, k, v, rows, angles, splits)
+        out, lse = _coded_tiles.finish(*_coded_tiles.tiles(q, k, v, rows, angles, splits), v.matrix)
     else:
-        out, lse, splits = _parts(q, k, v, rows, angles, mask, splits)
-    if splits > 1 or v.matrix is not None:
-        out, lse = FINISH(
-            [out, lse, _given(v.matrix), kept_dims(splits, int(v.matrix is not None))],
-            template=[("D", dim)],
-            grid=(heads * queries * dim, 1, 1),
-            threadgroup=(dim, 1, 1),
-            output_shapes=[(heads * queries, dim), (heads * queries,)],
-            output_dtypes=[mx.float32, mx.float32],
-        )
+        out, lse = _finish(*_parts(q, k, v, rows, angles, mask, splits), v.matrix)
     out = out.reshape(heads, queries, dim)
     return (out if v.smooth is None else out * v.smooth[:, None]), lse.reshape(heads, queries)
+
+
+def _finish(out: mx.array, lse: mx.array, splits: int, matrix: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Parts merged, out (H R, D) and lse (H R,); rows times a matrix (D, D)."""
+    rows, _, dim = out.shape
+    if splits > 1 or matrix is not None:
+        out, lse = FINISH(
+            [out, lse, _given(matrix), kept_dims(splits, int(matrix is not None))],
+            template=[("D", dim)],
+            grid=(rows * dim, 1, 1),
+            threadgroup=(dim, 1, 1),
+            output_shapes=[(rows, dim), (rows,)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
+    return out.reshape(rows, dim), lse.reshape(rows)
 
 
 def _parts(
@@ -157,12 +163,11 @@ def _parts(
 
 
 def _query(q: mx.array, k: CodedOperand, turn: bool) -> mx.array:
-    """Queries in the frame of the stored keys."""
+    """Queries in the frame of the stored keys, for scores in log2."""
     if turn:
-        assert k.signs is not None
-        return q * (k.signs / math.sqrt(k.shape[2]))
+        return q * k.query_signs
     q = q if k.smooth is None else q * k.smooth[:, None]
-    return q if k.matrix is None else mx.matmul(q, k.matrix.swapaxes(0, 1))
+    return q * math.log2(math.e) if k.matrix is None else mx.matmul(q, k.query_matrix)
 
 
 @lru_cache(maxsize=64)

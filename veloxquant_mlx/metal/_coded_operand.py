@@ -1,5 +1,6 @@
 """Keys or values as live caches hold them, for the kernels that attend to them on a GPU."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,6 +45,22 @@ class CodedOperand:
         return product
 
     @cached_property
+    def query_signs(self) -> mx.array:
+        """What takes queries to the frame before the transform, for scores in log2, (D,)."""
+        assert self.signs is not None
+        made = self.signs * (math.log2(math.e) / math.sqrt(self.shape[2]))
+        mx.eval(made)
+        return made
+
+    @cached_property
+    def query_matrix(self) -> mx.array:
+        """What takes queries, as rows, to the frame of the stored rows, for scores in log2, (D, D)."""
+        assert self.matrix is not None
+        made = mx.contiguous(self.matrix.swapaxes(0, 1) * math.log2(math.e))
+        mx.eval(made)
+        return made
+
+    @cached_property
     def stage_mean(self) -> mx.array | None:
         """The mean after all stages of the transform but the last, not normalised."""
         if self.mean is None:
@@ -64,10 +81,13 @@ class CodedOperand:
         return 1.0 if at is None else _largest(self.arrays[at])
 
     @cached_property
+    def largest_zero(self) -> float:
+        """Of affine rows, whatever its sign."""
+        return _largest(self.arrays[2])
+
+    @cached_property
     def bound(self) -> float:
-        """What no entry of affine rows exceeds; of rows of a table, once their Walsh-Hadamard transform is undone but not normalised."""
-        if self.form == "affine":
-            return ((1 << self.sizes["BITS"]) - 1) * self.largest_scale + _largest(self.arrays[2])
+        """What no entry of rows of a table exceeds, once their Walsh-Hadamard transform is undone but not normalised."""
         assert self.form == "table" and self.staged is not None
         entry = sum(mx.max(mx.abs(part)).item() for part in mx.split(self.staged, [1 << self.sizes["BITS"]]) if part.size)
         return self.shape[2] * (self.largest_scale * entry + (0.0 if self.mean is None else mx.max(mx.abs(self.mean)).item()))

@@ -12,7 +12,7 @@ namespace kvtool {
 
 constexpr float ATTEND_LOG2E = 1.44269504088896340736f;
 constexpr float ATTEND_LN2 = 0.69314718055994530942f;
-constexpr int ATTEND_MAX_SPLITS = 256;
+constexpr int ATTEND_MAX_SPLITS = 512;
 
 // Where the sizes stand in `dims`; a reader's own sizes follow.
 enum AttendDims {

@@ -1,14 +1,15 @@
-// `coded_attend` on tensor cores: few queries, rows of 128 channels, codes of up to 4 bits. After attend.cu, coded_rows.cu, decode_parts.cu.
+// `coded_attend` on tensor cores: few queries, rows of 128 channels, codes of up to 4 bits.
+// After attend.cu, coded_rows.cu and decode_parts.cu.
 //
-// A warp owns up to 4 queries of one KV head and takes 16 rows at a time; the warps of a block take as many heads as there are, up to 8,
-// so that the angles that all heads share are read from memory once. All products are mma.m16n8k16 on halves with float32 sums. What is no
+// A warp owns up to 4 queries of one KV head and takes 16 rows at a time; the warps of a block take as many heads as there are, up to 8, so
+// that the angles that all heads share are read from memory once. All products are mma.m16n8k16 on halves with float32 sums. What is no
 // half is the sum of two (x = near + rest, 22 bits): queries and weights in the columns of one product, table entries and rotated keys in
-// two products.
+// two products, or in the rows of one.
 //
 // Lane = 4 g + t. Channels of a key are named by their bits 6 to 0. As stored, lane t has bits (5, 4) = t; a product contracts these, bit 3
 // and one of the low bits, e, which is that of two neighbours in a byte of codes; the other low bits, x and y, and bit 6 count products.
-// Keys before RoPE whose codes follow a Walsh-Hadamard transform are turned back by a product with the signs of these four bits, sums
-// and differences over x and y, and, over bit 6, within the rotation: with a = u + v and b = u - v
+// Keys before RoPE whose codes follow a Walsh-Hadamard transform are turned back by products with the signs of these four bits and of x,
+// sums and differences over y, and, over bit 6, within the rotation: with a = u + v and b = u - v
 //     cos a - sin b = P u + M v,    sin a + cos b = M u - P v,    P = cos - sin, M = cos + sin
 // where sin has the sign of the pair. Then lane t has bits (4, 3) = t, and bit 5 is among the products.
 
@@ -16,14 +17,21 @@ namespace kvtool {
 
 constexpr int TILE_DIM = 128;
 constexpr int TILE_ROWS = 16;
-constexpr int TILE_WARPS = 8;
 constexpr int TILE_QUERIES = 4;
-constexpr int TILE_OWN = TILE_DIM + TILE_DIM / 2;
+constexpr int TILE_TABLE = 65536;  // bytes of shared memory of the keys' table; then the values'
+constexpr int TILE_ZEROS = TILE_DIM;  // floats of shared memory that are 0
+constexpr int TILE_TURN = 16;               // floats from the angles of 8 pairs of channels to the next
+constexpr int TILE_TURNS = 8 * TILE_TURN + 16;  // from a row's angles to the next
 
 // The low bits of a channel: e is bit 0 of codes of 4 bits, bit 1 of 2, bit 2 of 1.
 template <int BITS>
 __device__ __forceinline__ constexpr int tile_low(int x, int y, int e) {
   return BITS == 4 ? 4 * x + 2 * y + e : BITS == 2 ? 4 * x + 2 * e + y : 4 * e + 2 * x + y;
+}
+
+// Where the angles of a lane's pairs are in a row's: y before x, so that the lanes which write them meet no bank twice.
+__device__ __forceinline__ int tile_turn(int third, int u, int t) {
+  return (4 * third + u % 2 * 2 + u / 2) * TILE_TURN + 4 * t;
 }
 
 // Two floats as halves, and what is left of them.
@@ -35,10 +43,23 @@ __device__ __forceinline__ void tile_split(float x, float y, uint32_t& near, uin
   rest = *reinterpret_cast<const uint32_t*>(&left);
 }
 
-// The pair that a byte of codes names: of keys AT = 0, of values AT = 128. 256 bytes a pair, 8 for each of 16 lanes.
+// Tables begin where addresses of shared memory are a multiple of TILE_TABLE.
+__device__ __forceinline__ char* tile_tables() {
+  return decode_memory() + (-decode_address(decode_memory()) & (TILE_TABLE - 1));
+}
+
+// What the address of a pair has of this lane and of the table: `tile_pair` puts a byte of codes between.
 template <int AT>
-__device__ __forceinline__ uint2 tile_pair(uint32_t codes, uint32_t place, int byte) {
-  return *reinterpret_cast<const uint2*>(decode_memory() + AT + __byte_perm(codes, place, 0x5504u + 16u * uint32_t(byte)));
+__device__ __forceinline__ uint32_t tile_place(DecodeLane at) {
+  return decode_address(tile_tables()) + AT + uint32_t(at.lane) * 4;
+}
+
+// The pair that a byte of codes names: of keys AT = 0, of values AT = TILE_TABLE. 256 bytes a pair: halves for each of 32 lanes, then what
+// is left of them. Two loads, since a product takes them in registers that are not neighbours.
+__device__ __forceinline__ void tile_pair(uint32_t codes, uint32_t place, int byte, uint32_t& near, uint32_t& rest) {
+  const uint32_t from = __byte_perm(codes, place, 0x7604u + 16u * uint32_t(byte));
+  near = decode_load<0>(from);
+  rest = decode_load<128>(from);
 }
 
 // Entry of a number of 4 bits: of one code, or of two of 2 bits.
@@ -48,24 +69,27 @@ __device__ __forceinline__ float tile_entry(const float* table, int code) {
   return TWO ? one + table[4 + code / 4] : one;
 }
 
-// Fill one half of the table of pairs. The largest entry becomes 1 to 2 times `unit`.
+// Fill a table of pairs. The largest entry becomes 1 to 2 times `unit`.
 template <int AT, int BITS, bool TWO>
-__device__ __forceinline__ void tile_fill(const float* table, float& unit) {
-  const int thread_ = int(threadIdx.x);
-  const float entry = tile_entry<BITS, TWO>(table, thread_ % 16);
-  float largest = fabsf(entry);
+__device__ __forceinline__ void tile_fill(const float* table, float& unit, int threads) {
+  const int lane = int(threadIdx.x) % 32;
+  float largest = fabsf(tile_entry<BITS, TWO>(table, lane % 16));
   ATTEND_UNROLL
   for (int offset = 8; offset > 0; offset /= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
   }
   float inverse;
   decode_unit(largest, unit, inverse);
-  const float second = tile_entry<BITS, TWO>(table, thread_ / 16);
-  uint2 pair;
-  tile_split(entry * inverse, second * inverse, pair.x, pair.y);
-  ATTEND_UNROLL
-  for (int i = 0; i < 16; i++) {
-    *reinterpret_cast<uint2*>(decode_memory() + AT + thread_ * 256 + (thread_ + i) % 16 * 8) = pair;
+  for (int i = int(threadIdx.x); i < 256; i += threads) {
+    uint32_t near;
+    uint32_t rest;
+    tile_split(tile_entry<BITS, TWO>(table, i % 16) * inverse, tile_entry<BITS, TWO>(table, i / 16) * inverse, near, rest);
+    ATTEND_UNROLL
+    for (int k = 0; k < 8; k++) {
+      char* to = tile_tables() + AT + i * 256 + (i + k) % 8 * 16;
+      *reinterpret_cast<uint4*>(to) = make_uint4(near, near, near, near);
+      *reinterpret_cast<uint4*>(to + 128) = make_uint4(rest, rest, rest, rest);
+    }
   }
 }
 
@@ -90,12 +114,11 @@ __device__ __forceinline__ void tile_halves(uint32_t* words, const __half* from,
   }
 }
 
-// Fill one half of the table with 256 vectors of SUB channels, for each of 32 / SUB lanes: near and rest of 4 channels, then of the next.
+// Fill a table with 256 vectors of SUB channels, for each of 32 / SUB lanes: near and rest of 4 channels, then of the next.
 template <int AT, int SUB>
-__device__ __forceinline__ void tile_fill_words(const float* table, float& unit) {
-  const int thread_ = int(threadIdx.x);
+__device__ __forceinline__ void tile_fill_words(const float* table, float& unit, int threads) {
   float largest = 0;
-  for (int i = thread_ % 32; i < 256 * SUB; i += 32) {
+  for (int i = int(threadIdx.x) % 32; i < 256 * SUB; i += 32) {
     largest = fmaxf(largest, fabsf(table[i]));
   }
   ATTEND_UNROLL
@@ -104,15 +127,17 @@ __device__ __forceinline__ void tile_fill_words(const float* table, float& unit)
   }
   float inverse;
   decode_unit(largest, unit, inverse);
-  ATTEND_UNROLL
-  for (int part = 0; part < SUB / 4; part++) {
-    const float* x = table + thread_ * SUB + 4 * part;
-    uint4 word;
-    tile_split(x[0] * inverse, x[1] * inverse, word.x, word.z);
-    tile_split(x[2] * inverse, x[3] * inverse, word.y, word.w);
+  for (int i = int(threadIdx.x); i < 256; i += threads) {
     ATTEND_UNROLL
-    for (int i = 0; i < 32 / SUB; i++) {
-      *reinterpret_cast<uint4*>(decode_memory() + AT + thread_ * 256 + i * (4 * SUB) + 16 * part) = word;
+    for (int part = 0; part < SUB / 4; part++) {
+      const float* x = table + i * SUB + 4 * part;
+      uint4 word;
+      tile_split(x[0] * inverse, x[1] * inverse, word.x, word.z);
+      tile_split(x[2] * inverse, x[3] * inverse, word.y, word.w);
+      ATTEND_UNROLL
+      for (int k = 0; k < 32 / SUB; k++) {
+        *reinterpret_cast<uint4*>(tile_tables() + AT + i * 256 + k * (4 * SUB) + 16 * part) = word;
+      }
     }
   }
 }
@@ -121,7 +146,7 @@ __device__ __forceinline__ void tile_fill_words(const float* table, float& unit)
 template <int AT, int SUB>
 __device__ __forceinline__ uint4 tile_word(uint32_t codes, int byte, int part, DecodeLane at) {
   const uint32_t from = (codes >> (8 * byte) & 255u) * 256 + uint32_t(at.lane % (32 / SUB)) * (4 * SUB) + 16 * part;
-  return *reinterpret_cast<const uint4*>(decode_memory() + AT + from);
+  return *reinterpret_cast<const uint4*>(tile_tables() + AT + from);
 }
 
 // Codes of one row as numbers of 4 bits: HALVES runs of 16 channels.
@@ -174,21 +199,27 @@ struct TileQuery {
   uint32_t x[8][2];
   float inverse;
 
-  // The channel of an entry; `third` is the bit that tells the two halves of a product apart: 3, or 5 where keys are turned.
-  static __device__ __forceinline__ int channel(int u, int third, int e, int t) {
-    return 64 * (u / 4) + run(third, t) + tile_low<ORDER>(u / 2 % 2, u % 2, e);
-  }
-  // Where the 8 channels (but for bit 6) begin that lane t has.
+  // Where 8 channels begin (but for bit 6) that lane t has; `third` is the bit that tells the two halves of a product apart: 3, or 5 where
+  // keys are turned.
   static __device__ __forceinline__ int run(int third, int t) {
     return TURN ? 32 * third + 8 * t : 16 * t + 8 * third;
   }
 
   // Row `row` is of head g % 4; returns the factors of the heads whose columns this lane has.
   __device__ __forceinline__ void bring(const float* row, DecodeLane at, float (&factor)[2]) {
+    float own[32];  // runs of 8, of bits 6 and `third`
+    ATTEND_UNROLL
+    for (int i = 0; i < 32; i += 4) {
+      const float4 four = __ldg(reinterpret_cast<const float4*>(row + 64 * (i / 16) + run(i / 8 % 2, at.t) + i % 8));
+      own[i] = four.x;
+      own[i + 1] = four.y;
+      own[i + 2] = four.z;
+      own[i + 3] = four.w;
+    }
     float largest = 0;
     ATTEND_UNROLL
     for (int i = 0; i < 32; i++) {
-      largest = fmaxf(largest, fabsf(row[channel(i / 4, i / 2 % 2, i % 2, at.t)]));
+      largest = fmaxf(largest, fabsf(own[i]));
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
@@ -196,7 +227,9 @@ struct TileQuery {
     decode_unit(largest, size, inverse);
     ATTEND_UNROLL
     for (int i = 0; i < 16; i++) {
-      put(i / 2, i % 2, row[channel(i / 2, i % 2, 0, at.t)] * inverse, row[channel(i / 2, i % 2, 1, at.t)] * inverse, at);
+      const int u = i / 2;
+      const float* from = own + 16 * (u / 4) + 8 * (i % 2);
+      put(u, i % 2, from[tile_low<ORDER>(u / 2 % 2, u % 2, 0)] * inverse, from[tile_low<ORDER>(u / 2 % 2, u % 2, 1)] * inverse, at);
     }
     of_heads(size, at, factor);
   }
@@ -215,47 +248,36 @@ struct TileQuery {
     decode_mma(c, a[0], a[1], a[2], a[3], x[u][0], x[u][1]);
   }
 
-  // Products with keys in float32: (products, bit 3 or 5, (row, e)).
-  __device__ __forceinline__ void dots(float (&c)[4], const float (&y)[8][2][4]) const {
-    uint32_t near[4];
-    uint32_t rest[4];
+  // Products with keys in float32 of two rows, channels that differ in bit 6: (bit 3, (row, e)), which are rotated.
+  __device__ __forceinline__ void turn_and_multiply(
+      float (&c)[4], int u, float (&a)[2][4], float (&b)[2][4], const float* turns, int t) const {
     ATTEND_UNROLL
-    for (int u = 0; u < 8; u++) {
+    for (int third = 0; third < 2; third++) {
       ATTEND_UNROLL
-      for (int i = 0; i < 4; i++) {
-        tile_split(y[u][i / 2][i % 2 * 2], y[u][i / 2][i % 2 * 2 + 1], near[i], rest[i]);
-      }
-      multiply(c, u, near);
-      multiply(c, u, rest);
-    }
-  }
-
-  // Rotate the channels of row r whose bit 3 or 5 is `third`; TURN: with the last stage of the transform.
-  static __device__ __forceinline__ void rotate(float (&y)[8][2][4], int third, int r, const float* angles, const float* signs, DecodeLane at) {
-    float cosine[8];
-    float sine[8];
-    ATTEND_UNROLL
-    for (int i = 0; i < 8; i += 4) {
-      *reinterpret_cast<float4*>(cosine + i) = __ldg(reinterpret_cast<const float4*>(angles + run(third, at.t) + i));
-      *reinterpret_cast<float4*>(sine + i) = __ldg(reinterpret_cast<const float4*>(angles + 64 + run(third, at.t) + i));
-    }
-    ATTEND_UNROLL
-    for (int u = 0; u < 4; u++) {
-      ATTEND_UNROLL
-      for (int e = 0; e < 2; e++) {
-        const int i = tile_low<ORDER>(u / 2, u % 2, e);
-        const float a = y[u][third][2 * r + e];
-        const float b = y[u + 4][third][2 * r + e];
-        if (TURN) {
-          const float less = fmaf(-signs[i], sine[i], cosine[i]);
-          const float more = fmaf(signs[i], sine[i], cosine[i]);
-          y[u][third][2 * r + e] = fmaf(less, a, more * b);
-          y[u + 4][third][2 * r + e] = fmaf(more, a, -less * b);
-        } else {
-          y[u][third][2 * r + e] = fmaf(cosine[i], a, -sine[i] * b);
-          y[u + 4][third][2 * r + e] = fmaf(cosine[i], b, sine[i] * a);
+      for (int r = 0; r < 2; r++) {
+        const float4 turn = *reinterpret_cast<const float4*>(turns + 8 * r * TILE_TURNS + tile_turn(third, u, TURN ? t : t ^ (2 * third)));
+        ATTEND_UNROLL
+        for (int e = 0; e < 2; e++) {
+          const float cosine = e ? turn.y : turn.x;
+          const float sine = e ? turn.w : turn.z;
+          const float x0 = a[third][2 * r + e];
+          const float x1 = b[third][2 * r + e];
+          a[third][2 * r + e] = fmaf(cosine, x0, -sine * x1);
+          b[third][2 * r + e] = fmaf(cosine, x1, sine * x0);
         }
       }
+    }
+    ATTEND_UNROLL
+    for (int half = 0; half < 2; half++) {
+      uint32_t near[4];
+      uint32_t rest[4];
+      ATTEND_UNROLL
+      for (int i = 0; i < 4; i++) {
+        const float(&y)[4] = half ? b[i / 2] : a[i / 2];
+        tile_split(y[i % 2 * 2], y[i % 2 * 2 + 1], near[i], rest[i]);
+      }
+      multiply(c, u + 4 * half, near);
+      multiply(c, u + 4 * half, rest);
     }
   }
 };

@@ -20,6 +20,13 @@ __device__ __forceinline__ void coded_stage(const float* source, float* table, i
   __syncthreads();
 }
 
+// 16 bits as a word: the load fills it, where C++ would convert what was loaded, and wait for that.
+__device__ __forceinline__ uint32_t coded_short(const void* from) {
+  uint32_t word;
+  asm("ld.global.nc.u16 %0, [%1];" : "=r"(word) : "l"(from));
+  return word;
+}
+
 // A number of bytes as little-endian words.
 template <int BYTES>
 __device__ __forceinline__ void coded_words(uint32_t* words, const uint8_t* from, bool aligned) {
@@ -36,7 +43,7 @@ __device__ __forceinline__ void coded_words(uint32_t* words, const uint8_t* from
       words[w] = __ldg(reinterpret_cast<const uint32_t*>(from) + w);
     }
   } else if (aligned && BYTES == 2) {
-    words[0] = __ldg(reinterpret_cast<const uint16_t*>(from));
+    words[0] = coded_short(from);
   } else {
     ATTEND_UNROLL
     for (int b = 0; b < BYTES; b++) {

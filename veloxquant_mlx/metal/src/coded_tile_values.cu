@@ -3,7 +3,7 @@
 namespace kvtool {
 
 // Values of a table; the mean is summed apart.
-template <int BITS, bool TWO, bool MEAN>
+template <int AT, int BITS, bool TWO, bool MEAN>
 struct TileTableValues {
   const uint8_t* codes1;
   const uint8_t* codes2;
@@ -17,23 +17,23 @@ struct TileTableValues {
   TileCodes<BITS, TWO, 1> code[4];
   uint32_t scale[2];
 
-  __device__ __forceinline__ void prepare() {
-    tile_fill<128, BITS, TWO>(table, own);
+  __device__ __forceinline__ void prepare(int threads) {
+    tile_fill<AT, BITS, TWO>(table, own, threads);
     aligned = coded_aligned(codes1) && coded_aligned(codes2);
   }
 
   // j: rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; own: rows g and g + 8.
-  __device__ __forceinline__ void load(int head, int rows, const int (&j)[4], const int (&mine)[2], DecodeLane at) {
+  __device__ __forceinline__ void load(const size_t (&j)[4], const size_t (&mine)[2], DecodeLane at, bool words) {
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      code[i].load(codes1, codes2, size_t(head) * rows + j[i], at.g, aligned);
+      code[i].load(codes1, codes2, j[i], at.g, words);
     }
-    scale[0] = __ldg(scales + size_t(head) * rows + mine[0]);
-    scale[1] = __ldg(scales + size_t(head) * rows + mine[1]);
+    scale[0] = coded_short(scales + mine[0]);
+    scale[1] = coded_short(scales + mine[1]);
   }
 
   __device__ __forceinline__ void add(TileState& state, const float (&p)[2][2], DecodeLane at) const {
-    const uint32_t place = uint32_t(at.lane % 16) * 8;
+    const uint32_t place = tile_place<AT>(at);
     const uint32_t left = at.t >= 2 ? 0xffffffffu : 0u;
     uint32_t b[2];
     ATTEND_UNROLL
@@ -59,13 +59,14 @@ struct TileTableValues {
           decode_choose(word[2], word[3] << 4, LOW), decode_choose(word[2] >> 4, word[3], LOW)};
       ATTEND_UNROLL
       for (int i = 0; i < 4; i++) {
-        uint2 a[4];
+        uint32_t near[4];
+        uint32_t rest[4];
         ATTEND_UNROLL
         for (int k = 0; k < 4; k++) {
-          a[k] = tile_pair<128>(pairs[k], place, i);
+          tile_pair(pairs[k], place, i, near[k], rest[k]);
         }
-        decode_mma(state.o[4 * w + i], a[0].x, a[1].x, a[2].x, a[3].x, b[0], b[1]);
-        decode_mma(state.o[4 * w + i], a[0].y, a[1].y, a[2].y, a[3].y, b[0], b[1]);
+        decode_mma(state.o[4 * w + i], near[0], near[1], near[2], near[3], b[0], b[1]);
+        decode_mma(state.o[4 * w + i], rest[0], rest[1], rest[2], rest[3], b[0], b[1]);
       }
     }
   }
@@ -92,31 +93,28 @@ struct TileAffineValues {
   float unit;  // of the scales, a power of two
   bool aligned;
 
-  uint32_t code[4][2];  // 4 channels from 4 g on of 4 groups
+  uint32_t code[4][4];  // 4 channels from 4 g on of 4 groups
   uint32_t scale[2][2];
   uint32_t zero[2][2];
 
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void prepare(int) {
     aligned = coded_aligned(codes) && coded_aligned(scales) && coded_aligned(zeros);
   }
 
-  __device__ __forceinline__ void load(int head, int rows, const int (&j)[4], const int (&mine)[2], DecodeLane at) {
+  __device__ __forceinline__ void load(const size_t (&j)[4], const size_t (&mine)[2], DecodeLane at, bool words) {
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      const uint8_t* from = codes + (size_t(head) * rows + j[i]) * 64 + 2 * at.g;
+      const uint8_t* from = codes + j[i] * 64 + 2 * at.g;
       ATTEND_UNROLL
-      for (int w = 0; w < 2; w++) {
-        uint32_t pair[2];
-        coded_words<2>(pair, from + 32 * w, aligned);
-        coded_words<2>(pair + 1, from + 32 * w + 16, aligned);
-        code[i][w] = pair[0] | pair[1] << 16;
+      for (int c = 0; c < 4; c++) {
+        coded_words<2>(&code[i][c], from + 16 * c, words);
       }
     }
     ATTEND_UNROLL
     for (int r = 0; r < 2; r++) {
-      const size_t from = (size_t(head) * rows + mine[r]) * 4;
-      coded_words<8>(scale[r], reinterpret_cast<const uint8_t*>(scales + from), aligned);
-      coded_words<8>(zero[r], reinterpret_cast<const uint8_t*>(zeros + from), aligned);
+      const size_t from = mine[r] * 4;
+      coded_words<8>(scale[r], reinterpret_cast<const uint8_t*>(scales + from), words);
+      coded_words<8>(zero[r], reinterpret_cast<const uint8_t*>(zeros + from), words);
     }
   }
 
@@ -135,9 +133,8 @@ struct TileAffineValues {
         state.zero[0][c] = fmaf(p[r][0], base, state.zero[0][c]);
         state.zero[1][c] = fmaf(p[r][1], base, state.zero[1][c]);
       }
-      const uint32_t select = c % 2 ? 0x7632u : 0x5410u;
-      const uint32_t near = __byte_perm(code[0][c / 2], code[1][c / 2], select);
-      const uint32_t far = __byte_perm(code[2][c / 2], code[3][c / 2], select);
+      const uint32_t near = code[0][c] | code[1][c] << 16;
+      const uint32_t far = code[2][c] | code[3][c] << 16;
       ATTEND_UNROLL
       for (int i = 0; i < 2; i++) {
         decode_mma(
@@ -183,13 +180,13 @@ struct TilePlainValues {
 
   uint32_t x[4][8];
 
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void prepare(int) {
     aligned = coded_aligned(data);
   }
-  __device__ __forceinline__ void load(int head, int rows, const int (&j)[4], const int (&)[2], DecodeLane at) {
+  __device__ __forceinline__ void load(const size_t (&j)[4], const size_t (&)[2], DecodeLane at, bool words) {
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      tile_halves<8>(x[i], data + (size_t(head) * rows + j[i]) * TILE_DIM + 16 * at.g, aligned);
+      tile_halves<8>(x[i], data + j[i] * TILE_DIM + 16 * at.g, words);
     }
   }
   __device__ __forceinline__ void add(TileState& state, const float (&p)[2][2], DecodeLane at) const {
@@ -211,7 +208,7 @@ struct TilePlainValues {
 };
 
 // Values of one table of vectors of SUB channels, 4 or 8, codes of a byte.
-template <int SUB>
+template <int AT, int SUB>
 struct TileWordValues {
   const uint8_t* codes;
   const float* table;
@@ -220,15 +217,15 @@ struct TileWordValues {
   float own;
   uint32_t code[4];
 
-  __device__ __forceinline__ void prepare() {
-    tile_fill_words<128, SUB>(table, own);
+  __device__ __forceinline__ void prepare(int threads) {
+    tile_fill_words<AT, SUB>(table, own, threads);
     aligned = coded_aligned(codes);
   }
-  __device__ __forceinline__ void load(int head, int rows, const int (&j)[4], const int (&)[2], DecodeLane at) {
+  __device__ __forceinline__ void load(const size_t (&j)[4], const size_t (&)[2], DecodeLane at, bool words) {
     constexpr int BYTES = 16 / SUB;
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      coded_words<BYTES>(&code[i], codes + ((size_t(head) * rows + j[i]) * 8 + at.g) * BYTES, aligned);
+      coded_words<BYTES>(&code[i], codes + (j[i] * 8 + at.g) * BYTES, words);
     }
   }
   __device__ __forceinline__ void add(TileState& state, const float (&p)[2][2], DecodeLane at) const {
@@ -238,7 +235,7 @@ struct TileWordValues {
       uint4 word[4];
       ATTEND_UNROLL
       for (int token = 0; token < 4; token++) {
-        word[token] = tile_word<128, SUB>(code[token], SUB == 4 ? i : i / 2, SUB == 4 ? 0 : i % 2, at);
+        word[token] = tile_word<AT, SUB>(code[token], SUB == 4 ? i : i / 2, SUB == 4 ? 0 : i % 2, at);
       }
       weights.add(state.o[2 * i], word[0].x, word[1].x, word[2].x, word[3].x);
       weights.add(state.o[2 * i], word[0].z, word[1].z, word[2].z, word[3].z);

@@ -7,27 +7,28 @@ struct TilePlainKeys {
   const __half* data;
   bool aligned;
 
+  static constexpr int ORDER = 0;
   using Query = TileQuery<4, false>;
   Query query;
   float factor[2];
   uint32_t x[2][16];
 
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void prepare(int) {
     aligned = coded_aligned(data);
   }
   __device__ __forceinline__ void begin(const float* row, int, DecodeLane at) {
     query.bring(row, at, factor);
   }
-  __device__ __forceinline__ void load(int head, int rows, const int (&j)[2], DecodeLane at) {
+  __device__ __forceinline__ void load(const size_t (&j)[2], int, int, int, DecodeLane at, bool words) {
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      const __half* from = data + (size_t(head) * rows + j[i % 2]) * TILE_DIM + 64 * (i / 2) + 16 * at.t;
-      tile_halves<8>(x[i % 2] + 8 * (i / 2), from, aligned);
+      const __half* from = data + j[i % 2] * TILE_DIM + 64 * (i / 2) + 16 * at.t;
+      tile_halves<8>(x[i % 2] + 8 * (i / 2), from, words);
     }
   }
 
   template <typename Next>
-  __device__ __forceinline__ void dots(float (&s)[2][2], const int (&)[2], DecodeLane, Next next) {
+  __device__ __forceinline__ void dots(float (&s)[2][2], const float*, DecodeLane, Next next) {
     float c[4] = {};
     ATTEND_UNROLL
     for (int u = 0; u < 8; u++) {
@@ -50,30 +51,31 @@ struct TileWordKeys {
   const float* table;
   bool aligned;
 
+  static constexpr int ORDER = 0;
   using Query = TileQuery<4, false>;
   Query query;
   float own;
   float factor[2];
   uint32_t code[2][2];  // 4 or 2 codes of each half of a row
 
-  __device__ __forceinline__ void prepare() {
-    tile_fill_words<0, SUB>(table, own);
+  __device__ __forceinline__ void prepare(int threads) {
+    tile_fill_words<0, SUB>(table, own, threads);
     aligned = coded_aligned(codes);
   }
   __device__ __forceinline__ void begin(const float* row, int, DecodeLane at) {
     query.bring(row, at, factor);
   }
-  __device__ __forceinline__ void load(int head, int rows, const int (&j)[2], DecodeLane at) {
+  __device__ __forceinline__ void load(const size_t (&j)[2], int, int, int, DecodeLane at, bool words) {
     constexpr int BYTES = 16 / SUB;
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      const uint8_t* from = codes + ((size_t(head) * rows + j[i % 2]) * 8 + 4 * (i / 2) + at.t) * BYTES;
-      coded_words<BYTES>(&code[i % 2][i / 2], from, aligned);
+      const uint8_t* from = codes + (j[i % 2] * 8 + 4 * (i / 2) + at.t) * BYTES;
+      coded_words<BYTES>(&code[i % 2][i / 2], from, words);
     }
   }
 
   template <typename Next>
-  __device__ __forceinline__ void dots(float (&s)[2][2], const int (&)[2], DecodeLane at, Next next) {
+  __device__ __forceinline__ void dots(float (&s)[2][2], const float*, DecodeLane at, Next next) {
     float c[4] = {};
     ATTEND_UNROLL
     for (int half = 0; half < 2; half++) {
@@ -107,31 +109,32 @@ template <bool ROPE>
 struct TilePlaceKeys {
   const uint8_t* codes;
   const __half* table;
-  const float* angles;
   bool aligned;
 
+  static constexpr int ORDER = ROPE ? 4 : 0;
+  static constexpr bool TURN = false;
   using Query = TileQuery<4, false>;
   Query query;
   int head;
   float factor[2];
   uint32_t code[2][2];
 
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void prepare(int) {
     aligned = coded_aligned(codes) && coded_aligned(table);
   }
   __device__ __forceinline__ void begin(const float* row, int head_, DecodeLane at) {
     head = head_;
     query.bring(row, at, factor);
   }
-  __device__ __forceinline__ void load(int head_, int rows, const int (&j)[2], DecodeLane at) {
+  __device__ __forceinline__ void load(const size_t (&j)[2], int, int, int, DecodeLane at, bool words) {
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
-      coded_words<4>(&code[i % 2][i / 2], codes + (size_t(head_) * rows + j[i % 2]) * 32 + 16 * (i / 2) + 4 * at.t, aligned);
+      coded_words<4>(&code[i % 2][i / 2], codes + j[i % 2] * 32 + 16 * (i / 2) + 4 * at.t, words);
     }
   }
 
   template <typename Next>
-  __device__ __forceinline__ void dots(float (&s)[2][2], const int (&from_start)[2], DecodeLane at, Next next) {
+  __device__ __forceinline__ void dots(float (&s)[2][2], const float* turns, DecodeLane at, Next next) {
     uint32_t word[8][4];  // products, (bit 3, row)
     ATTEND_UNROLL
     for (int i = 0; i < 16; i++) {
@@ -148,18 +151,17 @@ struct TilePlaceKeys {
     next();
     float c[4] = {};
     if (ROPE) {
-      float y[8][2][4];
       ATTEND_UNROLL
-      for (int i = 0; i < 32; i++) {
-        const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word[i / 4][i % 4]));
-        y[i / 4][i / 2 % 2][i % 2 * 2] = pair.x;
-        y[i / 4][i / 2 % 2][i % 2 * 2 + 1] = pair.y;
+      for (int u = 0; u < 4; u++) {
+        float y[2][2][4];  // bit 6, bit 3, (row, e)
+        ATTEND_UNROLL
+        for (int i = 0; i < 8; i++) {
+          const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word[u + i / 4 * 4][i % 4]));
+          y[i / 4][i / 2 % 2][i % 2 * 2] = pair.x;
+          y[i / 4][i / 2 % 2][i % 2 * 2 + 1] = pair.y;
+        }
+        query.turn_and_multiply(c, u, y[0], y[1], turns, at.t);
       }
-      ATTEND_UNROLL
-      for (int i = 0; i < 4; i++) {
-        Query::rotate(y, i / 2, i % 2, angles + size_t(from_start[i % 2]) * TILE_DIM, nullptr, at);
-      }
-      query.dots(c, y);
     } else {
       ATTEND_UNROLL
       for (int u = 0; u < 8; u++) {
@@ -178,11 +180,13 @@ struct TileScoreKeys {
   const float* scores;
   const int* dims;
 
+  static constexpr int ORDER = 0;
+  static constexpr bool aligned = true;
   float s[2][2];
 
-  __device__ __forceinline__ void prepare() {}
+  __device__ __forceinline__ void prepare(int) {}
   __device__ __forceinline__ void begin(const float*, int, DecodeLane) {}
-  __device__ __forceinline__ void load(int head, int, const int (&j)[2], DecodeLane at) {
+  __device__ __forceinline__ void load(const size_t (&j)[2], int head, int rows, int, DecodeLane at, bool) {
     const int queries = dims[CODED_QUERIES];
     const int first = int(blockIdx.x) % ((queries + TILE_QUERIES - 1) / TILE_QUERIES) * TILE_QUERIES;
     ATTEND_UNROLL
@@ -190,13 +194,13 @@ struct TileScoreKeys {
       const size_t row = size_t(head) * queries + min(first + at.t % 2 * 2 + x, queries - 1);
       ATTEND_UNROLL
       for (int r = 0; r < 2; r++) {
-        s[r][x] = __ldg(scores + row * dims[CODED_COUNT] + (j[r] - dims[CODED_KEYS_FROM]));
+        s[r][x] = __ldg(scores + row * dims[CODED_COUNT] + (j[r] - size_t(head) * rows - dims[CODED_KEYS_FROM]));
       }
     }
   }
 
   template <typename Next>
-  __device__ __forceinline__ void dots(float (&found)[2][2], const int (&)[2], DecodeLane, Next next) {
+  __device__ __forceinline__ void dots(float (&found)[2][2], const float*, DecodeLane, Next next) {
     ATTEND_UNROLL
     for (int i = 0; i < 4; i++) {
       found[i / 2][i % 2] = s[i / 2][i % 2];

@@ -83,6 +83,17 @@ __device__ __forceinline__ void decode_wait() {
   __syncwarp();
 }
 
+// Wait for all copies of this thread.
+__device__ __forceinline__ void decode_arrived() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
+
+// Some warps of a block meet: `barrier` from 1 on.
+__device__ __forceinline__ void decode_meet(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Bring what is there nearer.
 __device__ __forceinline__ void decode_prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
@@ -152,6 +163,17 @@ __device__ __forceinline__ int decode_skip(int ahead, int j, int tokens) {
 __device__ __forceinline__ char* decode_memory() {
   extern __shared__ uint4 shared_memory[];
   return reinterpret_cast<char*>(shared_memory);
+}
+
+// Shared memory by its 32-bit addresses.
+__device__ __forceinline__ uint32_t decode_address(const char* pointer) {
+  return uint32_t(__cvta_generic_to_shared(pointer));
+}
+template <int OFFSET>
+__device__ __forceinline__ uint32_t decode_load(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(word) : "r"(address), "n"(OFFSET));
+  return word;
 }
 
 // The two entries that a byte of codes names, as halves. 256 bytes a pair: one word a lane, from byte AT on: 0, or 128 for a second table.

@@ -1,3 +1,0 @@
-// MLX writes the signature of the kernel: this bounds its registers, so that two blocks fit on a multiprocessor.
-#undef __global__
-#define __global__ __attribute__((global)) __attribute__((launch_bounds(256, 2)))
