@@ -1,11 +1,13 @@
-"""Encoding on a CUDA machine: `python tests/h200_encode.py check|time|one [FUNCTION]`.
+"""Encoding on a CUDA machine: `python tests/h200_encode.py check|time|codecs|one [FUNCTION]`.
 
 check: rows that are not aligned, odd sizes and the timed sizes, bit for bit against the definition in MLX's own operations.
 time: medians over (8, 131072, 128) float16 beside a copy of the same size; TB/s of input read, and % of the copy's bandwidth, both ways.
+codecs: `encode` of whole codecs by their kernel and by MLX's operations: seconds, codes that differ, and the errors of both.
 one: a single small call of each, for a sanitizer.
 """
 
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,9 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mlx.core as mx
+import numpy as np
 
 from tests.h200_attend import median
 from veloxquant_mlx import metal
+from veloxquant_mlx.codecs import parse_codec
+from veloxquant_mlx.metal import _encode_rows
 from veloxquant_mlx.metal._backend import forced
 
 HEADS, TOKENS, DIM = 8, 131072, 128
@@ -133,9 +138,41 @@ def measure(names: list[str]) -> None:
         print(f"{name:38}{seconds * 1e6:8.1f} us {size / seconds / 1e12:6.2f} TB/s read {share:5.0%} of the copy", flush=True)
 
 
+def codecs() -> None:
+    takes = _encode_rows._takes
+    for spec, role in (("rvq-4", "k"), ("rvq-4", "v"), ("rvq-2+2", "k"), ("rabitq", "k"), ("affine-4", "k"), ("affine-4", "v")):
+        codec = getattr(parse_codec(spec), role)
+        for shape, dtype in (((8, 32768, DIM), mx.float16), ((3, 1000, 64), mx.bfloat16)):
+            x = (mx.random.normal(shape) + 2 * mx.random.normal((shape[0], 1, shape[2]))).astype(dtype)
+            mx.eval(x)
+            found, best, errors = [], [], []
+            for by_kernel in (True, False):
+                _encode_rows._takes = takes if by_kernel else lambda _: False
+                found.append(codec.encode(x))
+                seconds = []
+                for _ in range(7):
+                    start = time.perf_counter()
+                    codec.encode(x)
+                    seconds.append(time.perf_counter() - start)
+                best.append(min(seconds))
+                lost = codec.decode(found[-1], shape, mx.float32) - x
+                errors.append((mx.sum(mx.square(lost)) / mx.sum(mx.square(x.astype(mx.float32)))).item())
+            ours, theirs = ({n: np.array(part.view(mx.uint8)) for n, part in parts.items()} for parts in found)
+            differ = ", ".join(f"{name} {(part != theirs[name]).mean():.1e}" for name, part in ours.items())
+            print(
+                f"{spec:8}{role} {shape!s:18} {best[0] * 1e6:8.0f} us, operations {best[1] * 1e6:8.0f} us; bytes that differ: {differ};"
+                f" errors {errors[0]:.6f}, {errors[1]:.6f}",
+                flush=True,
+            )
+    _encode_rows._takes = takes
+
+
 def main(words: list[str]) -> int:
     known = FUNCTIONS | OTHERS if words[:1] == ["check"] else FUNCTIONS
     names = [name for name in known if not words[1:] or name.startswith(words[1])]
+    if words[:1] == ["codecs"]:
+        codecs()
+        return 0
     if words[:1] not in (["check"], ["time"], ["one"]) or not names:
         print(__doc__, file=sys.stderr)
         return 2

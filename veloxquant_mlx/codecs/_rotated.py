@@ -36,6 +36,7 @@ from veloxquant_mlx.codecs._base import DTYPES, FLOAT16_MAX, LARGEST, SMALLEST, 
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
 from veloxquant_mlx.codecs._rotation import factors, matrix, native_factors, rotate, unrotate
+from veloxquant_mlx.metal import _encode_rows
 from veloxquant_mlx.metal._checks import power_of_two
 from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.native import converting, encoding
@@ -131,7 +132,20 @@ class RotatedCodec(Codec):
     def encode(self, x: mx.array) -> dict[str, mx.array]:
         self._check_input(x)
         found = self.encode_measured(x, None)
-        return encode_centred(self, x, self.center, self._encode_block) if found is None else found[0]
+        if found is not None:
+            return found[0]
+        if _encode_rows.takes_rotated(x) and not self._grid_steps():
+            return self._encode_by_kernel(x)
+        return encode_centred(self, x, self.center, self._encode_block)
+
+    def _encode_by_kernel(self, x: mx.array) -> dict[str, mx.array]:
+        self._check_finite(x)
+        mean = _mean_over_tokens(x) if self.center else None
+        stages = [(boundaries(codebook), codebook) for codebook in self.codebooks]
+        codes, scale = _encode_rows.rotated(x, stages, self.ties_up, self.scale, mean, factors(x.shape[2], self.seed)[0])
+        parts = dict(zip(self.code_parts, codes, strict=True)) | {"scale": scale} | ({} if mean is None else {"mean": mean})
+        mx.eval(parts)
+        return parts
 
     def decode(self, parts: dict[str, mx.array], shape: Shape, dtype: mx.Dtype) -> mx.array:
         if converting.in_use(shape[2]):

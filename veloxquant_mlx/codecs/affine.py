@@ -51,6 +51,7 @@ from veloxquant_mlx.codecs._base import (
 )
 from veloxquant_mlx.codecs._bits import lookup, pack, packed_bytes
 from veloxquant_mlx.codecs._reading import RowReader, Tile
+from veloxquant_mlx.metal import _encode_rows
 from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.native import converting, encoding
 
@@ -139,6 +140,10 @@ class Affine(Codec):
         if found is not None:
             return found[0]
         self._check_finite(x)
+        if _encode_rows.takes_affine(x, self.group, self.per == "token"):
+            parts = dict(zip(("codes", "scale", "zero"), _encode_rows.affine(x, self.bits, self.group, self.per == "token"), strict=True))
+            mx.eval(parts)
+            return parts
         blocks = []
         for tokens in token_blocks(x.shape, self.tokens_together):
             blocks.append(self._encode_block(x[:, tokens].astype(mx.float32)))
