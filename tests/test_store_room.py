@@ -186,6 +186,20 @@ def test_what_is_larger_than_the_quota_is_refused(tmp_path: Path) -> None:
     assert store.objects.unfinished() == 0 and taken(tmp_path / "store") <= 2000
 
 
+def test_a_prompt_larger_than_the_quota_lets_others_stay(tmp_path: Path) -> None:
+    """It would otherwise be refused at its last chunk, when all others had gone for it."""
+    store = store_at(tmp_path)
+    others = [ids(CHUNK + 2, seed=seed) for seed in range(6)]
+    for prompt in others:
+        put(store, prompt)
+    age(store, 3600.0)
+    limited = store_at(tmp_path, quota=taken(tmp_path / "store"))
+    with pytest.raises(StoreFullError, match="this prompt takes about"):
+        put(limited, ids(40 * CHUNK, seed=9))
+    assert sum(usable(limited, prompt) == len(prompt) for prompt in others) >= len(others) - 2
+    assert taken(tmp_path / "store") <= limited.room.quota  # type: ignore[operator]
+
+
 def failing(call: Callable[..., Any], code: int, times: int, when: Callable[..., bool] = lambda *a: True) -> Callable[..., Any]:
     left = [times]
 

@@ -17,6 +17,7 @@ from kvtool.store.objects import Objects, StoreFullError
 logger = logging.getLogger(__name__)
 
 FRESH = 1.0  # seconds that a listing counts as what is there, with what this process wrote since
+LIKELY = 0.9  # of what is expected to be written that surely will be: chunks of one prompt differ by a few percent
 AGAIN = 3  # counts before an object is refused: another process may be quicker to remove what was to go
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -91,6 +92,21 @@ class Room:
             raise StoreFullError(
                 f"no room for {size} bytes in a quota of {self.quota}: what is left is pinned, or belongs to this prompt",
                 hint="unpin or remove something, or give a larger quota",
+            )
+
+    def expect(self, written: int, more: int) -> None:
+        """Refuse a prompt that will not fit.
+
+        Args:
+            written: bytes of its objects that are there.
+            more: bytes of those that follow, as far as these tell.
+        Raises:
+            StoreFullError: together they take more than the quota.
+        """
+        if self.quota is not None and written + LIKELY * more > self.quota:
+            raise StoreFullError(
+                f"this prompt takes about {written + more} bytes, more than the quota of {self.quota} alone",
+                hint="give a larger quota, or a codec of fewer bits",
             )
 
     def count(self) -> int:

@@ -167,6 +167,10 @@ class Store:
                 )
                 written = self.room.write(piece.name, produce, keep)
                 new, size = new + (written > 0), size + written
+                if not piece.tail:
+                    # All others would go for it before the last chunk fails.
+                    left = sum(not later.tail for later in missing[done - len(pieces) + len(missing) :])
+                    self.room.expect(size + sum(filter(None, sizes)), left * written)
                 if progress is not None:
                     progress(done, len(pieces))
             if not missing:
