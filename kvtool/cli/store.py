@@ -149,7 +149,8 @@ def check(ctx: click.Context, where: str, as_json: bool) -> None:
         found = store.check(progress)
     lines = [f"{where}: {'sound' if not found.problems else counted(len(found.problems), 'problem')}, {counted(found.objects, 'object')}"]
     lines += [f"  {problem.name}: {problem.kind}: {printable(problem.what)}" for problem in found.problems]
-    lines += [f"  {counted(len(found.lost), 'object')} after what is gone; kvtool store gc removes them"] if found.lost else []
+    lost = f"  {counted(len(found.lost), 'object')} after what is gone; kvtool store gc removes them once they are a minute old"
+    lines += [lost] if found.lost else []
     lines += [f"  {found.unfinished:,} bytes are on their way, or of writers that died"] if found.unfinished else []
     emit(as_json, {"store": where, "sound": not found.problems, **asdict(found)}, "\n".join(lines))
     ctx.exit(1 if found.problems else 0)
