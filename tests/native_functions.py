@@ -29,7 +29,7 @@ class Result:
 
 @dataclass
 class Call:
-    """A function's name, what it is given in the order that `run_calls.cpp` reads it, and a check of several results together."""
+    """A function's name, what it is given in the order that `run_calls` reads it, and a check of several results together."""
 
     name: str
     given: Sequence[Any]

@@ -20,7 +20,10 @@ def inference_only(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         found = function(*args, **kwargs)
-        return refusing(function.__name__, [part for x in (*args, *kwargs.values()) for part in _held(x)], found)
+        given: list[Any] = []
+        for x in (*args, *kwargs.values()):
+            _add(x, given)
+        return refusing(function.__name__, given, found)
 
     return call
 
@@ -33,20 +36,23 @@ def refusing(name: str, given: Iterable[Any], found: T) -> T:
         given: what it was computed from.
         found: an array, or tuples and lists of arrays and other things.
     """
-    traced = [x for x in given if isinstance(x, mx.array) and _is_traced(x)]
-    return _marked(name, traced, found) if traced else found
+    arrays = [x for x in given if isinstance(x, mx.array)]
+    return _marked(name, arrays, found) if arrays and _traced(arrays) else found
 
 
-def _held(x: Any) -> Iterable[Any]:
-    if isinstance(x, Mapping):
-        return x.values()
-    return x if isinstance(x, tuple | list) else (x,)
+def _add(x: Any, given: list[Any]) -> None:
+    if isinstance(x, tuple | list):
+        given.extend(x)
+    elif isinstance(x, Mapping):
+        given.extend(x.values())
+    else:
+        given.append(x)
 
 
-def _is_traced(x: mx.array) -> bool:
-    """Whether an array that was evaluated keeps what it was computed from: MLX does so for what it may differentiate alone."""
+def _traced(arrays: list[mx.array]) -> bool:
+    """Whether one of the arrays, all evaluated, keeps what it was computed from: MLX does so for what it may differentiate alone."""
     graph = io.StringIO()
-    mx.export_to_dot(graph, x)
+    mx.export_to_dot(graph, *arrays)
     return "->" in graph.getvalue()
 
 
