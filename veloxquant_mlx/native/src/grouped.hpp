@@ -227,8 +227,8 @@ inline void at_nodes(const Problem& p, int head, int token, const Interpolated& 
     for (int r = 0; r < R; r++) {
       const float* q = p.turned + (int64_t(head) * R + r) * p.dim;
       float* to = turned + i * R + r;
-      for (int d = 0; d < p.dim; d++)
-        if (d < p.rope_first || d >= end) to[d * row] = q[d];
+      for (int d = 0; d < p.rope_first; d++) to[d * row] = q[d];
+      for (int d = end; d < p.dim; d++) to[d * row] = q[d];
       for (int j = slow.first; j < p.half; j++) {
         const float a = q[p.rope_first + j], b = q[p.rope_first + p.half + j];
         to[(p.rope_first + j) * row] = a * cos[j] + b * sin[j], to[(p.rope_first + p.half + j) * row] = b * cos[j] - a * sin[j];
