@@ -15,15 +15,16 @@ from tests.test_native import SPECS, made, takes
 X86 = platform.machine() in ("x86_64", "AMD64")
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 NATIVE_ARM = platform.machine() in ("aarch64", "arm64")
+STRICT = "-fno-sanitize-recover=all"
 # What is read before it is written is a pattern here and anything elsewhere: results that depend on it differ.
-SANITIZERS = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-ftrivial-auto-var-init=pattern"
+ADDRESSES = "-fsanitize=address,undefined", "-ftrivial-auto-var-init=pattern", STRICT
+UNWRITTEN = "-fsanitize=memory,undefined", STRICT  # Clang alone has it
 
 needs_arm = pytest.mark.skipif(
     not NATIVE_ARM and not (shutil.which(CROSS) and shutil.which(EMULATOR)),
     reason=f"no {CROSS} and {EMULATOR} (Debian: g++-aarch64-linux-gnu, qemu-user)",
 )
 needs_x86 = pytest.mark.skipif(not X86, reason="the levels of x86")
-compilers = pytest.mark.parametrize("compiler", ["g++", "clang++-19"])
 
 
 def compiler_of_this_machine() -> str | None:
@@ -48,10 +49,11 @@ def for_arm(root: Path, name: str) -> list[str]:
     return [str(program)] if NATIVE_ARM else [EMULATOR, str(program)]
 
 
-def sanitized(root: Path, name: str, compiler: str) -> list[str]:
+def sanitized(root: Path, name: str, compiler: str, options: tuple[str, ...] = ADDRESSES) -> list[str]:
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
-    return [str(build(root / compiler, compiler, "X86", ["baseline", "avx2", "avx512"], *SANITIZERS, name=name))]
+    folder = root / f"{compiler}{'' if options == ADDRESSES else '-unwritten'}"
+    return [str(build(folder, compiler, "X86", ["baseline", "avx2", "avx512"], *options, name=name))]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def test_neon(cases: list[Case], root: Path, tmp_path: Path) -> None:
 
 
 @needs_x86
-@compilers
+@pytest.mark.parametrize("compiler", ["g++", "clang++-19"])
 def test_sanitizers(cases: list[Case], compiler: str, root: Path, tmp_path: Path) -> None:
     """No read beyond an array, no undefined behaviour, no warning."""
     command = sanitized(root, "run_problems", compiler)
@@ -121,6 +123,8 @@ def test_calls_on_neon(calls: list[Call], root: Path, bytes_of: dict[str, bytes]
 
 
 @needs_x86
-@compilers
-def test_calls_under_the_sanitizers(calls: list[Call], compiler: str, root: Path, bytes_of: dict[str, bytes], tmp_path: Path) -> None:
-    assert_calls(tmp_path, calls, levels_of_x86(), sanitized(root, "run_calls", compiler), compiler, bytes_of)
+@pytest.mark.parametrize(("compiler", "options"), [("g++", ADDRESSES), ("clang++-19", UNWRITTEN)], ids=["addresses", "unwritten"])
+def test_calls_under_the_sanitizers(
+    calls: list[Call], compiler: str, options: tuple[str, ...], root: Path, bytes_of: dict[str, bytes], tmp_path: Path
+) -> None:
+    assert_calls(tmp_path, calls, levels_of_x86(), sanitized(root, "run_calls", compiler, options), compiler, bytes_of)
