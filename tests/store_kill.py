@@ -1,7 +1,8 @@
 """Kill writers of a store with SIGKILL at random points, under writers and readers, and look at what is left.
 
-    python -m tests.store_kill                    200 kills; writes results/store.md
-    python -m tests.store_kill --kills 8 --json   prints the figures alone
+    python -m tests.store_kill                  200 kills; prints the figures
+    python -m tests.store_kill --out FILE.md     writes the page of results as well
+    python -m tests.store_kill --kills 8 --json prints the figures as JSON
 
 Writers put prompts that share beginnings, pin some, and (under a quota) evict, remove and collect. Half of the writers kill themselves at a
 random call of the operating system inside put, gc or remove, half are killed at a random time from outside. Readers look up and load all
@@ -294,17 +295,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the page of results there")
     given = parser.parse_args()
     found = run(given.kills, given.seed)
     if given.json:
         print(json.dumps(found))
     else:
-        text = table(found)
-        print(text)
-        head = f"Measured {datetime.now(UTC):%Y-%m-%d} by `python -m tests.store_kill --kills {given.kills} --seed {given.seed}`"
+        print(table(found))
+    if given.out is not None:
+        command = f"python -m tests.store_kill --kills {given.kills} --seed {given.seed} --out {given.out.name}"
+        head = f"Measured {datetime.now(UTC):%Y-%m-%d} by `{command}`"
         explanation = " ".join((__doc__ or "").split("\n\n")[-1].split())
-        path = Path(__file__).parent / "results" / "store.md"
-        path.write_text(f"# Stores under kill -9\n\n{head}: {WRITERS} writers, {READERS} readers.\n\n{text}\n\n{explanation}\n")
+        given.out.write_text(
+            f"# Stores under kill -9\n\n{head}: {WRITERS} writers, {READERS} readers.\n\n{table(found)}\n\n{explanation}\n"
+        )
     sys.exit(0 if all(map(sound, found)) else 1)
 
 

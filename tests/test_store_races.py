@@ -24,15 +24,18 @@ print(store.put(snapshot, codec="rvq-4,sink=2,recent=3").new)
 """
 
 
-def test_cases_3_and_7_writers_killed_under_readers() -> None:
+def test_cases_3_and_7_writers_killed_under_readers(tmp_path: Path) -> None:
     """Cases 3 and 7, and kill -9: readers see the whole or nothing, and what was committed is found."""
-    command = [sys.executable, "-m", "tests.store_kill", "--kills", "8", "--json"]
+    page = ROOT / "tests" / "results" / "store.md"
+    before, out = page.read_bytes(), tmp_path / "store.md"
+    command = [sys.executable, "-m", "tests.store_kill", "--kills", "8", "--json", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     found = json.loads(done.stdout)
     for one in found:
         # So few kills may come before the first put has returned; all else must hold.
         assert sound({**one, "hits": 1, "must be found": 1}), one
         assert sum(one["kills"].values()) == 4
+    assert page.read_bytes() == before and "--kills 8 --seed 1 --out store.md" in out.read_text()
 
 
 def test_case_2_writers_of_one_prompt(tmp_path: Path) -> None:

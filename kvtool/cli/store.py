@@ -211,6 +211,8 @@ def put(
 ) -> None:
     """Put a file's cache into a store. Rows that a lossy codec has stored are coded once more; kvtool export --store codes the model's own.
 
+    A file has the cache after all its tokens, and none before: kvtool export --store --snapshot-every runs the prompt and keeps those too.
+
     \b
     Example:
       kvtool store put prompts report.kv --model tiny-a --codec rvq-4

@@ -1,6 +1,6 @@
 """One tenant's objects among those of all: the same names for everybody, under a folder that is the tenant's own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvtool.store.objects import Entry, Missing, Objects, check_name
@@ -13,12 +13,14 @@ class Partition:
         objects: what holds the objects of all.
         folder: the part that is this one's, such as "tenants/4f0a".
         name_key: 32 bytes that the names of its objects are made with.
+        changed: called when one of its objects has come or gone.
     """
 
-    def __init__(self, objects: Objects, folder: str, name_key: bytes) -> None:
+    def __init__(self, objects: Objects, folder: str, name_key: bytes, changed: Callable[[], None] = lambda: None) -> None:
         self._objects = objects
         self._prefix = check_name(folder) + "/"
         self._name_key = name_key
+        self._changed = changed
 
     def __repr__(self) -> str:
         return f"Partition({self._objects!r}, {self._prefix!r})"
@@ -41,7 +43,10 @@ class Partition:
         return self._objects.path(self._full(name))
 
     def write(self, name: str, source: Path | bytes) -> bool:
-        return self._objects.write(self._full(name), source)
+        try:
+            return self._objects.write(self._full(name), source)
+        finally:
+            self._changed()
 
     def size(self, name: str) -> int | None:
         return self._objects.size(self._full(name))
@@ -58,7 +63,10 @@ class Partition:
         return [Entry(entry.name[len(self._prefix) :], entry.size, entry.used) for entry in found]
 
     def remove(self, name: str) -> bool:
-        return self._objects.remove(self._full(name))
+        try:
+            return self._objects.remove(self._full(name))
+        finally:
+            self._changed()
 
     def touch(self, *names: str) -> None:
         self._objects.touch(*(self._full(name) for name in names))

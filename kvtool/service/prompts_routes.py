@@ -16,7 +16,6 @@ from kvtool.store.described import Descriptions
 from kvtool.store.finding import lines
 from kvtool.store.keys import Space
 from kvtool.store.listing import Listed, kinds, listed
-from kvtool.store.measured import measured
 
 router = APIRouter(prefix="/v1", tags=["prompts"])
 Token = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
@@ -197,6 +196,8 @@ def _verdict(fields: list[str]) -> str:
 @router.get("/entries", responses=ERRORS)
 async def entries(
     objects: Reads,
+    tenant: Known,
+    state: Its,
     q: Annotated[str, Query(max_length=200, description="Part of an id, model or codec.")] = "",
     chunks: bool = False,
     skip: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
@@ -205,12 +206,9 @@ async def entries(
     """Ends of prompts (and chunks), with what their files say of their quality."""
 
     def page() -> Entries:
-        found = listed(objects.names(), Descriptions(objects))
-        needle = q.lower()
-        fit = [one for one in found if (chunks or one.kind == "tail") and needle in f"{one.id} {one.model} {one.codec}".lower()]
-        fit.sort(key=lambda one: -one.used)
-        shown = fit[skip : skip + limit]
-        return Entries(entries=[Rows(**vars(one), quality=measured(objects, one.name)) for one in shown], total=len(fit))
+        shown, total = state.listings.page(tenant.folder, objects, q, chunks, skip, limit)
+        quality = [state.listings.quality(tenant.folder, objects, one) for one in shown]
+        return Entries(entries=[Rows(**vars(one), quality=steps) for one, steps in zip(shown, quality, strict=True)], total=total)
 
     return await run_in_threadpool(page)
 

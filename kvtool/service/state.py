@@ -13,6 +13,7 @@ from typing import Any
 from kvtool.service.accounts import Account, Reserved
 from kvtool.service.figures import Figures
 from kvtool.service.grants import Grants
+from kvtool.service.listings import Listings
 from kvtool.service.partition import Partition
 from kvtool.service.settings import Limits
 from kvtool.service.tenants import ANYONE, Tenant, Tenants
@@ -37,6 +38,7 @@ class State:
     limits: Limits = field(default_factory=Limits)
     quota: int | None = None
     figures: Figures = field(default_factory=Figures)
+    listings: Listings = field(default_factory=Listings)
     anyone: Tenant = ANYONE
     started: float = field(default_factory=time.monotonic)
     id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -64,7 +66,7 @@ class State:
 
     def partition(self, tenant: Tenant) -> Partition:
         """A tenant's objects."""
-        return Partition(self.objects, tenant.folder, bytes.fromhex(tenant.salt))
+        return Partition(self.objects, tenant.folder, bytes.fromhex(tenant.salt), partial(self.listings.changed, tenant.folder))
 
     def knows(self, tenant: Tenant) -> bool:
         """Whether a tenant is still one."""
