@@ -11,6 +11,11 @@ STAMP  := $(VENV)/.installed-$(or $(EXTRA),metal)
 # MLX's CPU wheel carries reference BLAS; OpenBLAS in front of it makes float32 products 15 times faster.
 PRELOAD   = $(if $(filter cpu,$(EXTRA)),$(foreach f,$(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0)),LD_PRELOAD=$(f)))
 
+# Tests run in as many processes as there are cores (8 at most), with one thread of BLAS each; JOBS=0: in one. Whole files, the longest first: tests/conftest.py.
+JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
+SPREAD  = -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PYTEST  = $(PRELOAD) OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD)
+
 .PHONY: setup system demo test test-all lint format reach frontier off-domain foreign-calibration self-calibration passkeys live transfer clean
 
 setup: system $(STAMP)
@@ -37,10 +42,10 @@ format: setup
 	$(BIN)/ruff format .
 
 test: setup lint
-	$(PRELOAD) $(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: setup lint
-	$(PRELOAD) $(BIN)/python -m pytest
+	$(PYTEST)
 
 # The figures of the README, from a real model; a miss fails.
 reach: setup

@@ -20,6 +20,25 @@ from tests.service_running import HAVE_SERVICE, service
 from tests.smollm2.make import models_at
 from tests.texts import text
 
+# Files that take longest, in processor time; one that began last would run alone at the end.
+# fmt: off
+LONGEST = (
+    "test_smollm2", "test_native_neon", "test_kernels", "test_kernel_mutations", "test_kernel_faults", "test_component_kernel",
+    "test_tiny_models", "test_decode_tiles", "test_kernel_cuda", "test_coded_kernel", "test_coded_tiles", "test_bench", "test_native",
+    "test_lm_server", "test_store_objects", "test_evicting", "test_unlike_shapes", "test_store_memory", "test_coded_load", "test_coded",
+    "test_cli", "test_store_hostile", "test_metal_emulation", "test_alignment", "test_calibrate", "test_store_races", "test_store_remote",
+    "test_sweeping", "test_rope_families", "test_memory", "test_service_page", "test_store_killed", "test_service_hostile",
+)
+# fmt: on
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes run the tests, each takes whole files, whose fixtures are shared, the longest first."""
+    if hasattr(config, "workerinput"):
+        place = {name: i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 def pytest_report_header() -> str:
     return f"mlx {mx.__version__} on {mx.default_device()}, BLAS {loaded_openblas() or 'of MLX'}"

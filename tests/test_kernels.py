@@ -57,7 +57,7 @@ def result_table(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     head = f"{'function':38}" + "".join(f"{c:>12} " for c in COLUMNS)
     rows = {f: f"{f:38}" + "".join(f"{ran[f, c]:12}{'*' if (f, c) in caught else ' '}" for c in COLUMNS) for f in metal.FUNCTIONS}
-    notes = ["* a fault planted in this run turned the cell red (tests/test_kernel_faults.py, tests/test_kernel_mutations.py)"]
+    notes = ["* a fault planted by the same process turned the cell red (test_kernel_faults, test_kernel_mutations; JOBS=0: all)"]
     notes += [f"{column} did not run: {reason}" for column, reason in absent().items()]
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text("\n".join([head, *rows.values(), *notes]) + "\n", encoding="utf-8")

@@ -125,8 +125,10 @@ def test_scores_count_exact_answers_only(trials: list[Trial]) -> None:
 
 
 def test_passkeys_are_found(loaded: LoadedModel, trials: list[Trial]) -> None:
-    right = hits(trials, own_prefill(loaded.model))
-    assert sum(right) >= 0.95 * QUICK, by_depth(trials, right)
+    """At every third depth; all 400 in the slow form."""
+    some = trials[::3]
+    right = hits(some, own_prefill(loaded.model))
+    assert sum(right) >= len(some) - 1, by_depth(some, right)
 
 
 def test_the_answer_comes_from_the_prompt(loaded: LoadedModel, trials: list[Trial]) -> None:
@@ -140,8 +142,8 @@ def test_the_answer_comes_from_the_prompt(loaded: LoadedModel, trials: list[Tria
 
 
 def test_held_out_loss(loaded: LoadedModel) -> None:
-    """A uniform guess costs 6.93 nats a token; the first 8192 tokens of the filler cost about 2.4."""
-    nats, bits = held_out_loss(loaded.model, loaded.tokenizer, windows=4)
+    """A uniform guess costs 6.93 nats a token; the first 4096 tokens of the filler cost about 2.4."""
+    nats, bits = held_out_loss(loaded.model, loaded.tokenizer, windows=2)
     assert nats < 2.7 and bits < 1.4
 
 

