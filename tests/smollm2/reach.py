@@ -203,7 +203,8 @@ def first_token_rows(model: LoadedModel, folder: Path) -> Iterator[Row]:
         yield at_most(f"{codec}: over prefill", f"{LONG} tokens", statistics.median(times) / prefilled, 0.1)
 
 
-def all_rows(names: tuple[str, ...] = TEXTS) -> Iterator[Row]:
+def all_rows(names: tuple[str, ...] = TEXTS, transferred: tuple[str, ...] = TEXTS) -> Iterator[Row]:
+    """Rows of the table; transfers of some of the texts."""
     paths = models_at()
     snapshots: dict[str, Snapshot] = {}
     with tempfile.TemporaryDirectory() as tmp:
@@ -213,7 +214,7 @@ def all_rows(names: tuple[str, ...] = TEXTS) -> Iterator[Row]:
         yield from greedy_rows(a, snapshots[names[0]], folder)
         yield from first_token_rows(a, folder)
         yield from twin_rows(a, load_model(paths["smollm2-trad"]), names[0], folder, snapshots)
-        yield from transfer_rows(a, load_model(paths["smollm2-theta10k"]), (100000.0, 10000.0), names, folder, snapshots)
+        yield from transfer_rows(a, load_model(paths["smollm2-theta10k"]), (100000.0, 10000.0), transferred, folder, snapshots)
 
 
 def main() -> int:
