@@ -125,10 +125,8 @@ def test_scores_count_exact_answers_only(trials: list[Trial]) -> None:
 
 
 def test_passkeys_are_found(loaded: LoadedModel, trials: list[Trial]) -> None:
-    """At every third depth; all 400 in the slow form."""
-    some = trials[::3]
-    right = hits(some, own_prefill(loaded.model))
-    assert sum(right) >= len(some) - 1, by_depth(some, right)
+    right = hits(trials, own_prefill(loaded.model))
+    assert sum(right) >= 0.95 * QUICK, by_depth(trials, right)
 
 
 def test_the_answer_comes_from_the_prompt(loaded: LoadedModel, trials: list[Trial]) -> None:
