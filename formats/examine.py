@@ -173,7 +173,8 @@ def manifest_json(header: Header, size: int) -> JSON:
         ids = TokenIds.parse(digits.encode())
         value = loads(text, "manifest", room)
         # An object of that form may also stand elsewhere; then the manifest's own tokens have no ids.
-        if ids is not None and isinstance(tokens := value.get("tokens"), dict) and tokens.get("ids") == []:
+        tokens = value.get("tokens") if isinstance(value, dict) else None
+        if ids is not None and isinstance(tokens, dict) and tokens.get("ids") == []:
             tokens["ids"] = ids
             return value
         del value

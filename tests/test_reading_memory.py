@@ -12,7 +12,7 @@ import pytest
 
 from formats.check import check
 from formats.container import open_container, write_container
-from formats.errors import HeaderError, Problems
+from formats.errors import HeaderError, ManifestError, Problems
 from formats.examine import manifest_json
 from formats.header import header_text, parse_entries, parse_json
 from formats.manifest import to_json, tokens_digest
@@ -139,6 +139,14 @@ def test_ids_elsewhere_are_not_the_tokens(tmp_path: Path) -> None:
     (tmp_path / "b.kv").write_bytes(container(fields))
     with open_container(tmp_path / "b.kv") as reader:
         assert reader.manifest.tokens is None and reader.manifest.extra["tokens"] == other
+
+
+def test_tokens_in_what_is_no_object(tmp_path: Path) -> None:
+    listed = dumps(dumps([{"tokens": {"blake3": tokens_digest([1]), "ids": [1]}}]))
+    text = f'{{"__metadata__":{{"format":"kvtool","header_blake3":"{"0" * 64}","kvtool":{listed}}}}}'
+    (tmp_path / "a.kv").write_bytes(seal(text.encode(), b""))
+    with pytest.raises(ManifestError, match="must be an object, but is a list of 1"):
+        open_container(tmp_path / "a.kv")
 
 
 @pytest.mark.parametrize("text", ["1,,2", ",1", "1,", "01", "1e3", "-1", "1, 2", "2147483648", "99999999999"])

@@ -200,6 +200,33 @@ def test_a_prompt_larger_than_the_quota_lets_others_stay(tmp_path: Path) -> None
     assert taken(tmp_path / "store") <= limited.room.quota  # type: ignore[operator]
 
 
+def test_a_prompt_that_fits_is_not_refused_for_its_exact_rows(tmp_path: Path) -> None:
+    """The first chunk is exact, and several times as large as those that follow."""
+    model, prompt, how = tiny("qwen3"), ids(8 * 256), {"codec": "rvq-1,sink=256,recent=0", "chunk": 256}
+    snapshot = kvtool.capture(model, prompt)
+    Store(tmp_path / "free").put(snapshot, **how, model=model)
+    quota = taken(tmp_path / "free") + 100
+    assert Store(tmp_path / "store", quota=quota).put(snapshot, **how, model=model).chunks == 8
+
+
+def test_what_is_written_again_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process evicts a chunk while the last one is written."""
+    prompt = ids(6 * CHUNK + 2)
+    put(store_at(tmp_path / "free"), prompt)
+    store = store_at(tmp_path, quota=taken(tmp_path / "free") + 100)
+    write, gone = store.room.write, []
+
+    def evicted(name: str, *given: Any) -> int:
+        written = write(name, *given)
+        if name.startswith("tails/") and not gone:
+            gone.append(next(entry.name for entry in store.entries() if entry.kind == "chunk" and entry.start == 4 * CHUNK))
+            store.objects.remove(gone[0])
+        return written
+
+    monkeypatch.setattr(store.room, "write", evicted)
+    assert put(store, prompt).chunks == 6 and gone and usable(store, prompt) == len(prompt)
+
+
 def failing(call: Callable[..., Any], code: int, times: int, when: Callable[..., bool] = lambda *a: True) -> Callable[..., Any]:
     left = [times]
 

@@ -148,7 +148,7 @@ class Store:
         for _ in range(ATTEMPTS):
             size += self.known.write(self.room.write, space, snapshot, tables, model)
             sizes = self.objects.sizes([piece.name for piece in pieces])
-            missing = [piece for piece, size in zip(pieces, sizes, strict=True) if size is None]
+            missing, there = [piece for piece, size in zip(pieces, sizes, strict=True) if size is None], sum(filter(None, sizes))
             for done, piece in enumerate(missing, len(pieces) - len(missing) + 1):
                 if piece.start < held:
                     lacking = f"the store lacks tokens {piece.start} to {piece.stop}"
@@ -166,11 +166,11 @@ class Store:
                     whole=whole is not None,
                 )
                 written = self.room.write(piece.name, produce, keep)
-                new, size = new + (written > 0), size + written
-                if not piece.tail:
-                    # All others would go for it before the last chunk fails.
+                new, size, there = new + (written > 0), size + written, there + written
+                # All others would go for it before the last chunk fails. What holds a sink, exact, tells nothing of what follows.
+                if not piece.tail and piece.start >= plan.sink:
                     left = sum(not later.tail for later in missing[done - len(pieces) + len(missing) :])
-                    self.room.expect(size + sum(filter(None, sizes)), left * written)
+                    self.room.expect(there, left * written)
                 if progress is not None:
                     progress(done, len(pieces))
             if not missing:
