@@ -242,7 +242,7 @@ def _sealed(header: bytes, size: int, file_bytes: int) -> bytes:
         room = Room(file_bytes)
         manifest_json(parse_entries(parse_json(header_text(header, room), room), size, Problems()), file_bytes)
     except KVError as error:
-        raise ValueError(f"[write_container] a reader would refuse this header: {error}") from error
+        raise ValueError(f"[write_container] a reader would refuse this header: {error}; fewer and longer segments take less.") from error
     raw = bytearray(header.ljust(size, b" "))
     raw[:8] = (size - 8).to_bytes(8, "little")
     raw[DIGEST_AT : DIGEST_AT + 64] = header_digest(bytes(raw)).encode()

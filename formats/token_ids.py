@@ -11,7 +11,7 @@ _BLOCK = 1 << 16  # characters whose numbers are read at a time
 
 
 class TokenIds(Sequence[int]):
-    """Integers 0 to 2**31 - 1, read-only; equal to any sequence of the same numbers, a slice is a tuple. `array` is int32."""
+    """Integers 0 to 2**31 - 1, read-only; equal to a tuple or list of the same numbers, a slice is a tuple. `array` is int32."""
 
     __slots__ = ("array",)
 
@@ -68,7 +68,7 @@ class TokenIds(Sequence[int]):
         return isinstance(other, tuple | list) and len(other) == len(self) and all(a == b for a, b in zip(self, other, strict=True))
 
     def __hash__(self) -> int:
-        return hash(self.array.tobytes())
+        return hash(tuple(self))  # what is equal has the same
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self[:8]))

@@ -157,7 +157,7 @@ def test_ids_that_are_not_read_apart(text: str) -> None:
 def test_ids_are_a_sequence() -> None:
     ids = TokenIds.parse(b"5,0,2147483647")
     assert ids is not None and ids == (5, 0, 2**31 - 1) and ids == [5, 0, 2**31 - 1] and ids != (5, 0)
-    assert list(ids) == [*ids] and ids[1:] == (0, 2**31 - 1) and ids[-1] == 2**31 - 1 and 5 in ids and hash(ids) == hash(TokenIds.of(ids))
+    assert list(ids) == [*ids] and ids[1:] == (0, 2**31 - 1) and ids[-1] == 2**31 - 1 and 5 in ids and len({ids, tuple(ids)}) == 1
     long = list(range(99_990, 199_990))
     assert TokenIds.parse(",".join(map(str, long)).encode()) == long and TokenIds.parse(b"") == ()
 

@@ -1,5 +1,7 @@
 """Pages of entries: one listing for many pages, made anew when an object comes or goes."""
 
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,17 @@ def test_lossy_steps_are_read_once(state: State, monkeypatch: pytest.MonkeyPatch
     assert read == [one.name, other.name, other.name]
     assert state.listings.quality("tenants/other", objects, one) == steps and len(read) == 4  # and the first one's place is taken
     assert state.listings.quality(ANYONE.folder, objects, one) == steps and len(read) == 5
+
+
+def test_lossy_steps_take_no_more_than_their_text(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three characters of a file, an object without members, are sixty bytes in memory."""
+    monkeypatch.setattr(listings, "measured", lambda objects, name: [{} for _ in range(3000)])
+    objects = state.partition(ANYONE)
+    one = state.listings.page(ANYONE.folder, objects, "", True, 0, 1)[0][0]
+    tracemalloc.start()
+    try:
+        for i in range(40):
+            assert len(state.listings.quality(ANYONE.folder, objects, replace(one, name=f"{one.name}{i}")) or ()) == 3000
+        assert tracemalloc.get_traced_memory()[0] < 40 * 15_000
+    finally:
+        tracemalloc.stop()

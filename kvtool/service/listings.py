@@ -4,12 +4,14 @@ A listing serves until this service writes or removes an object of the tenant. W
 services on the store, programs in its folder, and when an object was last used.
 """
 
+import json
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from formats.strict_json import dumps
 from kvtool.service.partition import Partition
 from kvtool.store.described import Descriptions
 from kvtool.store.listing import Listed, listed
@@ -17,7 +19,7 @@ from kvtool.store.measured import measured
 
 KEPT = 3.0
 MOST = 100_000  # objects that listings are kept of, all tenants together: half a kilobyte each
-MOST_STEPS = 2000  # objects whose lossy steps are kept, ten kilobytes each at most
+MOST_STEPS = 2000  # objects whose lossy steps are kept, as text of ten kilobytes each at most: as objects they could take twenty times that
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Listings:
         self._lock = threading.Lock()
         self._changes: Counter[str] = Counter()
         self._kept: dict[str, Listing] = {}
-        self._steps: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+        self._steps: dict[tuple[str, str, int], bytes] = {}
 
     def changed(self, folder: str) -> None:
         """Take note that an object of a tenant came or went."""
@@ -53,12 +55,14 @@ class Listings:
         """What an object's file says of its lossy steps: read once, for objects never change."""
         key = (folder, one.name, one.bytes)
         with self._lock:
-            if key in self._steps:
-                return self._steps[key]
+            kept = self._steps.get(key)
+        if kept is not None:
+            steps: list[dict[str, Any]] = json.loads(kept)
+            return steps
         found = measured(objects, one.name)
         if found is not None:  # one that cannot be read now may be another time
             with self._lock:
-                self._steps[key] = found
+                self._steps[key] = dumps(found).encode()
                 if len(self._steps) > MOST_STEPS:
                     del self._steps[next(iter(self._steps))]
         return found

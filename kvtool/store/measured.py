@@ -8,7 +8,7 @@ from formats.strict_json import Room, dumps, loads
 from kvtool.store.objects import Missing, Objects
 
 FIRST, LONGEST = 1 << 16, 4 << 20  # bytes of a header: read at first, read at all
-MOST = 10_000  # characters of what is shown of an object
+MOST = 10_000  # bytes, as JSON, of what is shown of an object
 
 
 def measured(objects: Objects, name: str) -> list[dict[str, Any]] | None:
@@ -26,4 +26,4 @@ def measured(objects: Objects, name: str) -> list[dict[str, Any]] | None:
     except (Missing, KVError, OSError, ValueError, KeyError, TypeError):
         return None
     steps = [step for step in quality if isinstance(step, dict)] if isinstance(quality, list) else None
-    return None if steps is None or len(dumps(steps)) > MOST else steps
+    return None if steps is None or len(dumps(steps).encode()) > MOST else steps
