@@ -438,7 +438,7 @@ class Reader:
             try:
                 self.array(name)
             except KVError as error:
-                defects.append(Defect(name, error.with_traceback(None)))
+                defects.append(Defect(name, error.alone()))
             done += info.padded
             if progress is not None:
                 progress(done, total)

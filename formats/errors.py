@@ -5,7 +5,7 @@ refuses (no such file, no permission, disk full, I/O error) stays the OSError it
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 def counted(number: int, noun: str) -> str:
@@ -33,6 +33,11 @@ class KVError(Exception):
     def __str__(self) -> str:
         return self.what if self.path is None else f"{self.path}: {self.what}"
 
+    def alone(self) -> Self:
+        """This error without the frames it went through, and the errors before it: they hold what was in memory, a whole tensor maybe."""
+        self.__cause__ = self.__context__ = None
+        return self.with_traceback(None)
+
 
 class Problems(list[KVError]):
     """The first MOST problems of one input, and then one that says that there are more. None keeps what was in memory when it was met."""
@@ -41,7 +46,7 @@ class Problems(list[KVError]):
 
     def append(self, problem: KVError) -> None:
         if len(self) < self.MOST:
-            super().append(problem.with_traceback(None))
+            super().append(problem.alone())
         elif len(self) == self.MOST:
             super().append(FormatError(f"and more: the first {self.MOST} problems are named"))
 

@@ -44,8 +44,8 @@ def test_is_attention_to_the_decoded_rows(level: str, spec: str, name: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["smooth", "jump", "noise"])
-def test_tables_of_any_angles(level: str, kind: str) -> None:  # noqa: F811
-    """Angles that no few tokens of a span stand for are taken as they are."""
+def test_tables_of_other_angles(level: str, kind: str) -> None:  # noqa: F811
+    """Spans of angles that no few tokens stand for are taken as they are."""
     block, half = coded("tc-3", 128, ROPES["slow"]), 64
     at = np.arange(COUNT) + 4000.0 * (np.arange(COUNT) >= 600) * (kind == "jump")
     angles = at[:, None] * 5e5 ** (-np.arange(half) / half)

@@ -175,6 +175,20 @@ def test_elements_are_bounded_whatever_the_size() -> None:
         scan("[" + "0," * (MAX_ELEMENTS + 1) + "0]", "header", Room(1 << 40))
 
 
+def test_problems_hold_no_frames() -> None:
+    """Nor does an error that was met before them, and that "from None" only hides."""
+    problems = Problems()
+    for how in ("hidden", "cause"):
+        try:
+            try:
+                int(how)
+            except ValueError as error:
+                raise HeaderError("no number") from (None if how == "hidden" else error)
+        except HeaderError as error:
+            problems.append(error)
+    assert all(problem.__traceback__ is problem.__context__ is problem.__cause__ is None for problem in problems)
+
+
 def test_problems_without_end(tmp_path: Path) -> None:
     """Two hundred are named; an error that is kept takes more than what it is about."""
     laid = "".join(f',"{i}":0' for i in range(2000))

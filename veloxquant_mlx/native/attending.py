@@ -65,7 +65,8 @@ def part(
         k, v: rows as `codecs._reading.RowReader.stored` gives them.
         at: where the rows start in k and in v, and how many.
         first: position of the first.
-        angles: of these rows, for keys before RoPE: pages of cosines and sines, (n, dims) float32 each, and the row to begin at.
+        angles: of these rows, for keys before RoPE: pages of cosines and sines, (n, dims) float32 each, and the row to begin at. Those of
+            neighbouring positions: slow pairs are interpolated between a few rows, and one that is unlike its neighbours may not be seen.
         rope_first: index of the first rotated entry.
         paired: rotated entries of queries are interleaved (those of the keys are half-split).
 
