@@ -33,7 +33,7 @@ from veloxquant_mlx.codecs.commvq_additive import CommVqAdditive
 from veloxquant_mlx.codecs.raw import Raw
 from veloxquant_mlx.codecs.tc import Tc
 from veloxquant_mlx.metal.fused_sdpa import is_patched, patch_mlx_lm_for_fused_sdpa, unpatch_mlx_lm
-from veloxquant_mlx.transfer.rope_angles import _page, cos_sin
+from veloxquant_mlx.transfer.rope_angles import _native_page, _page, cos_sin
 from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
 HEADS, GROUPS, DIM = 2, 3, 16
@@ -694,6 +694,7 @@ def test_memory_stays_flat_over_many_steps() -> None:
     subject = CodedKVCache((), growing("rvq-4"))
     keys, values = sample(2400, 4)
     q, held = queries(1)[None], {}
+    _native_page.cache_clear()
     _page.cache_clear()
     for i in range(2400):
         fetched, _ = subject.update_and_fetch(keys[None, :, i : i + 1], values[None, :, i : i + 1])

@@ -621,7 +621,7 @@ def replaced(data: bytes, old: str, new: str, *, manifest: bool) -> bytes:
         ('"length":1', '"length":' + "9" * 5000, True, "20 digits"),
         ('"extra":{}', '"extra":' + "[" * 100_000 + "]" * 100_000, True, "deep"),
         ('"extra":{}', '"extra":' + '{"a":' * 33 + "1" + "}" * 33, True, "deep"),
-        ('"extra":{}', '"extra":[' + "0," * (1 << 22) + "0]", True, "bytes of memory"),
+        ('"extra":{}', '"extra":[' + "0," * (1 << 22) + "0]", True, "elements, more than 4194304"),
         ('"extra":{}', '"extra":{"a":"\\ud800"}', True, "surrogate"),
         ('"extra":{}', '"extra":{"a":1,}', True, "not JSON"),
         ('"extra":{}', '"extra":{"a":"\n"}', True, "not JSON"),

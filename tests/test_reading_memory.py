@@ -1,4 +1,7 @@
-"""Reading takes at most twice the input and `ALLOWANCE`, whatever its JSON holds: objects in memory are up to 30 times their text."""
+"""Reading takes at most twice the input and an allowance, here a tight one, whatever its JSON holds.
+
+Objects in memory are up to 30 times their text.
+"""
 
 import json
 import os
@@ -10,16 +13,17 @@ from typing import Any
 
 import pytest
 
+from formats import strict_json
 from formats.check import check
 from formats.container import open_container, write_container
 from formats.errors import HeaderError, ManifestError, Problems
 from formats.examine import manifest_json
 from formats.header import header_text, parse_entries, parse_json
 from formats.manifest import to_json, tokens_digest
-from formats.strict_json import ALLOWANCE, MAX_ELEMENTS, Room, dumps, scan
+from formats.strict_json import MAX_ELEMENTS, Room, dumps, scan
 from formats.token_ids import TokenIds
 from tests.container_cases import seal, small_manifest
-from tests.reading_memory import GIVES_BACK
+from tests.reading_memory import GIVES_BACK, TIGHT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak of a call is in Linux's /proc alone")
 ROOT = Path(__file__).parents[1]
@@ -82,6 +86,11 @@ def measured(way: str, files: list[Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in child.stdout.splitlines()]
 
 
+@pytest.fixture(autouse=True)
+def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_json, "ALLOWANCE", TIGHT)
+
+
 def fits(raw: bytes, size: int) -> bool:
     """Whether a file of so many bytes may have this header."""
     room = Room(size)
@@ -97,7 +106,7 @@ def smallest(fields: dict[str, Any]) -> bytes:
     """A file that is just large enough for its header."""
     data = container(fields, 64)
     raw = data[: 8 + int.from_bytes(data[:8], "little")]
-    low, high = len(raw) // 2, 40 * len(raw)
+    low, high = len(raw) // 2, 64 * len(raw)
     while high - low > low / 50:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(raw, middle) else (middle, high)
@@ -115,7 +124,7 @@ def test_a_header(tmp_path: Path, way: str, enough: bool) -> None:
     for name, found in zip(sizes, measured(way, [tmp_path / f"{name}.kv" for name in sizes]), strict=True):
         # Pages of the mapped file are the system's; they are all read where digests are compared.
         mapped = sizes[name] if way == "check" and "reading it may take" not in found["said"] else 0
-        assert found["peak"] - mapped <= 2 * sizes[name] + ALLOWANCE, (name, sizes[name], found)
+        assert found["peak"] - mapped <= 2 * sizes[name] + TIGHT, (name, sizes[name], found)
         assert not enough or "reading it may take" not in found["said"], (name, sizes[name], found)
 
 

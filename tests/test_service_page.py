@@ -102,6 +102,7 @@ def test_with_a_keyboard_alone(page: Any, filled: tuple[str, str]) -> None:
 def test_what_it_shows(page: Any, filled: tuple[str, str]) -> None:
     page.fill("#token", filled[1])
     page.click("#login button")
+    page.wait_for_selector("#figures dd")  # asked for at once with the entries: either may come first
     page.wait_for_selector("#list tbody tr")
     figures = dict(zip(page.locator("#figures dt").all_text_contents(), page.locator("#figures dd").all_text_contents(), strict=True))
     assert figures["Prompts"] == str(PROMPTS) and figures["Chunks"] == "2" and {"Hits", "Misses", "Evicted"} <= set(figures)
@@ -124,6 +125,7 @@ def test_on_a_phone(browser: Any, filled: tuple[str, str], tmp_path: Path, schem
     page.goto(filled[0])
     page.fill("#token", filled[1])
     page.tap("#login button")
+    page.wait_for_selector("#figures dd")
     page.wait_for_selector("#list tbody tr")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     for box in page.evaluate(
