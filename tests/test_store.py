@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -391,3 +392,16 @@ def test_snapshots_are_left_as_they_were(tmp_path: Path) -> None:
     before = [f64(state.k) for state in snapshot.states]
     store_at(tmp_path).put(snapshot, codec=LOSSY)
     assert all(np.array_equal(f64(state.k), k) for state, k in zip(snapshot.states, before, strict=True))
+
+
+def test_a_prompt_of_more_chunks_than_files_may_be_open(tmp_path: Path) -> None:
+    """A mapped chunk keeps a file open; it was taken for one that is gone."""
+    store, model, tokens = store_at(tmp_path), tiny("qwen3"), ids(120 * CHUNK)
+    put(store, model, tokens)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 100, hard))
+    try:
+        assert len(alive(store, [*tokens, 1], model).pending()) == 1
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,7 @@ from veloxquant_mlx.caches.coded import CodedKVCache
 from veloxquant_mlx.codecs import RECENT
 
 BLOCK = 1 << 22  # bytes asked for at once of what is elsewhere
+SPARE = 64  # files that whoever loads may open besides
 READ = 1 << 18  # of what is here; as much memory stays with the process afterwards
 
 
@@ -163,6 +165,7 @@ def _joined(
     objects: Objects, match: Match, ids: Sequence[int], model: LoadedModel, coming: Mapping[str, Coming], stack: ExitStack
 ) -> Joined:
     parts: list[Reader] = []
+    _allow_files(len(match.nodes))
     outline = None  # of the last header that was like none before it
     for node in match.nodes:
         try:
@@ -181,6 +184,15 @@ def _joined(
     except KVError as error:
         raise Lost(match.space.name, f"{match.space.codec} chunks cannot be joined: {error}") from error
     return stack.enter_context(whole)
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many more files open, as far as it may: each mapped object is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + len(os.listdir("/dev/fd")) + SPARE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # what is met then is said when a file is opened
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def opened(objects: Objects, name: str, like: Outline | None = None) -> Reader:
