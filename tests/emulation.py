@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 CACHE = Path(__file__).parents[1] / ".cache"
+SWITCH = Path(__file__).with_name("emulation_switch.hpp")  # how both change fibers
 
 
 @cache

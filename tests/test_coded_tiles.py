@@ -6,23 +6,16 @@ import mlx.core as mx
 import pytest
 
 from tests.coded_cases import TILES, CodedCase, make, problem
-from tests.cuda_emulation.emulator import EmulatedCuda, unavailable
+from tests.cuda_emulation.emulator import cuda
 from tests.test_coded_kernel import dispatches
 from tests.test_kernel_cuda import NVCC, compile_text, translation_unit
 from veloxquant_mlx.metal import _coded_tiles
-from veloxquant_mlx.metal._backend import backend, forced
-from veloxquant_mlx.metal._kernel import using
+from veloxquant_mlx.metal._backend import forced
 
 
-@pytest.fixture
-def cuda() -> Iterator[None]:
-    """A GPU, or the emulation of one."""
-    if backend() == "cuda":
-        yield
-        return
-    if backend() == "metal" or unavailable():
-        pytest.skip(unavailable() or "MLX has a GPU without CUDA")
-    with using(EmulatedCuda()), forced("cuda"):
+@pytest.fixture(name="cuda")
+def on_cuda() -> Iterator[None]:
+    with cuda():
         yield
 
 

@@ -6,13 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.cuda_emulation.emulator import EmulatedCuda, unavailable
+from tests.cuda_emulation.emulator import cuda
 from tests.test_kernel_cuda import NVCC, compile_text, translation_unit
 from tests.test_native_encode import assert_rotated, codec_of, numbers, rows
 from veloxquant_mlx import native
 from veloxquant_mlx.codecs._base import Codec
 from veloxquant_mlx.metal import _encode_rows
-from veloxquant_mlx.metal._backend import backend, forced
+from veloxquant_mlx.metal._backend import forced
 from veloxquant_mlx.metal._kernel import Kernel, using
 from veloxquant_mlx.selftest.run import Dispatch
 
@@ -22,15 +22,9 @@ AFFINE = ("affine-4:channel", "affine-4:token", "affine-8:token:group=64", "affi
 OTHERS = (("rabitq-4", 64), ("rvq-4", 80), ("affine-4:token:group=24", 64), ("affine-4:channel", 12))
 
 
-@pytest.fixture
-def cuda() -> Iterator[None]:
-    """A GPU, or the emulation of one."""
-    if backend() == "cuda":
-        yield
-        return
-    if backend() == "metal" or unavailable():
-        pytest.skip(unavailable() or "MLX has a GPU without CUDA")
-    with using(EmulatedCuda()), forced("cuda"), native.without():
+@pytest.fixture(name="cuda")
+def on_cuda() -> Iterator[None]:
+    with cuda(), native.without():
         yield
 
 

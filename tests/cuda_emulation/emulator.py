@@ -6,19 +6,23 @@ For the texts that keep PTX to the few functions of `decode_parts.cu` which warp
 import ctypes
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from tests import emulation
 from tests.emulation import from_bytes, to_bytes
-from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template
+from veloxquant_mlx.metal._backend import backend, forced
+from veloxquant_mlx.metal._kernel import Kernel, Shapes, Size, Template, using
 
 HERE = Path(__file__).parent
+HEADERS = (HERE / "warp.hpp", emulation.SWITCH)
 OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC", "-mf16c")
 TYPES = {mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t", mx.int32: "int"}
 TYPES |= {mx.bool_: "bool", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
@@ -31,6 +35,18 @@ REPLACED = ("decode_mma", "decode_transpose", "decode_columns", "decode_copy", "
 REPLACED += ("decode_prefetch", "decode_arrived", "decode_meet", "decode_address", "decode_load")
 REPLACED += ("decode_product", "decode_add_product", "decode_memory", "coded_short")
 BOUNDS = re.compile(r"#undef __global__\n#define __global__ [^\n]*\n")
+
+
+@contextmanager
+def cuda() -> Iterator[None]:
+    """A GPU, or the emulation of one; a test is skipped where there is neither."""
+    if backend() == "cuda":
+        yield
+        return
+    if backend() == "metal" or unavailable():
+        pytest.skip(unavailable() or "MLX has a GPU without CUDA")
+    with using(EmulatedCuda()), forced("cuda"):
+        yield
 
 
 def unavailable() -> str | None:
@@ -86,7 +102,7 @@ def _compiled(source: str) -> Any:
 
 @cache
 def _warp() -> str:
-    return (HERE / "warp.hpp").read_text(encoding="utf-8")
+    return "".join(path.read_text(encoding="utf-8") for path in HEADERS)
 
 
 @cache
@@ -97,7 +113,7 @@ def _header() -> Path:
         _clang(("-x", "c++-header", *OPTIONS, "-fpch-instantiate-templates", "-o", str(path)), f'#include "{HERE / "warp.hpp"}"\n')
 
     # clang takes a header for another once its time has changed, as a checkout of the same text changes it.
-    changed = (HERE / "warp.hpp").stat().st_mtime_ns
+    changed = [path.stat().st_mtime_ns for path in HEADERS]
     depends = emulation.version() + repr((HERE, OPTIONS, changed)).encode() + _warp().encode()
     return emulation.library("cuda_emulation", depends, compile_to, "pch")
 

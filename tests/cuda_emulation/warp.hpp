@@ -9,6 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include "../emulation_switch.hpp"
+
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static
@@ -82,27 +84,6 @@ struct Block {
   void* home;
   int current = 0;
 };
-// Saves the stack pointer of who calls, and goes on with another; swapcontext() would ask the operating system each time.
-extern "C" void emulated_switch(void** save, void* load);
-asm(R"(
-.type emulated_switch, @function
-emulated_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-)");
 inline Block* block;
 inline Dim block_index, grid;
 inline void wait(Gate& gate, int members) {

@@ -196,7 +196,7 @@ def runtime() -> ctypes.CDLL:
         options = ["-x", "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-Wall", "-Werror", "-I", str(HERE), "-o", str(path)]
         _clang([*options, *flags()], source, ("-lstdc++", "-lm"))
 
-    path = _library((source,), compile_to)
+    path = _library((source, emulation.SWITCH.read_text(encoding="utf-8")), compile_to)
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.emu_run.restype = ctypes.c_int
     return library

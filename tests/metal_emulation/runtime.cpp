@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "../emulation_switch.hpp"
 #include "thread.h"
 
 namespace {
@@ -100,29 +101,7 @@ const char* const OPERATIONS[] = {"", "simd_sum", "simd_product", "simd_max", "s
     "simd_shuffle_rotate_down", "simd_shuffle_rotate_up", "simd_broadcast", "simd_broadcast_first", "simd_ballot", "simd_all", "simd_any",
     "simdgroup_multiply_accumulate", "simdgroup_barrier"};
 
-extern "C" void emu_switch(void** save, void* load);
-asm(R"(
-.globl emu_switch
-.type emu_switch, @function
-emu_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-)");
-
-void to_scheduler() { emu_switch(&current->stack_pointer, scheduler_stack_pointer); }
+void to_scheduler() { emulated_switch(&current->stack_pointer, scheduler_stack_pointer); }
 
 [[noreturn]] void fail(void* pc, int line, const char* format, ...) {
   char text[1024];
@@ -300,7 +279,7 @@ bool runnable(const Fiber& f) {
 bool run(Fiber& f) {
   f.state = READY;
   current = &f;
-  emu_switch(&scheduler_stack_pointer, f.stack_pointer);
+  emulated_switch(&scheduler_stack_pointer, f.stack_pointer);
   return !error[0];
 }
 

@@ -28,21 +28,16 @@ _ROTATED = Kernel(
     cuda="""__shared__ float shared[TABLE];
 kvtool::encode_rotated<D, BITS1, BITS2, SCALE, CENTER, TIES_UP>(x, mean, signs, tables, dims, codes1, codes2, scales, shared);""",
 )
-_CHANNELS = Kernel(
-    name="encode_affine_channels",
-    inputs=("x", "dims"),
-    outputs=("codes", "steps", "zeros"),
-    sources=("bits", "rotate", "encode_rows"),
-    metal="",
-    cuda="kvtool::encode_affine_channels<D, BITS, GROUP>(x, dims, codes, steps, zeros);",
-)
-_TOKENS = Kernel(
-    name="encode_affine_tokens",
-    inputs=("x", "dims"),
-    outputs=("codes", "steps", "zeros"),
-    sources=("bits", "rotate", "encode_rows"),
-    metal="",
-    cuda="kvtool::encode_affine_tokens<D, BITS, GROUP>(x, dims, codes, steps, zeros);",
+_CHANNELS, _TOKENS = (
+    Kernel(
+        name=f"encode_affine_{each}",
+        inputs=("x", "dims"),
+        outputs=("codes", "steps", "zeros"),
+        sources=("bits", "rotate", "encode_rows"),
+        metal="",
+        cuda=f"kvtool::encode_affine_{each}<D, BITS, GROUP>(x, dims, codes, steps, zeros);",
+    )
+    for each in ("channels", "tokens")
 )
 
 
