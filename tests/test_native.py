@@ -126,9 +126,11 @@ def test_components_of_many_tokens(level: str, spec: str, dim: int, rope: str) -
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 64])
-def test_any_number_of_queries(level: str, rows: int) -> None:
+@pytest.mark.parametrize("rope", ["half", "none"])
+@pytest.mark.parametrize("spec", ["rvq-4", "affine-4"])
+def test_any_number_of_queries(level: str, spec: str, rope: str, rows: int) -> None:
     """Blocks of queries are 1, 2 and 4 wide, and filled up."""
-    block = made("rvq-4", 64, "half", 70)
+    block = made(spec, 64, rope, 70)
     q = mx.array(np.random.default_rng(rows).standard_normal((2, rows, 64)).astype(np.float32) / 8)
     out, lse = block.attend(q, Visibility(1, rows, 70), 0, 64)
     flat = q.reshape(2 * rows, 1, 64)

@@ -39,7 +39,7 @@ void with_rows(int rows, F f) {
 
 // Turned words of a stage's codes.
 struct Turned {
-  const uint32_t* at;
+  uint32_t* at;
   int64_t row;
 };
 
@@ -96,11 +96,51 @@ void dots_with(const Lookup<BITS>& lookup, Turned words, int dim, Matrix q, cons
     }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The same of 4-bit codes and 2 W tokens. Queries are zero from `dim` to a multiple of 8.
+template <int RB>
+void dots_with(const Planes& planes, Turned words, int dim, Matrix q, const float* base, bool add, float* scores, int64_t row) {
+  constexpr int SETS = 4 / RB;  // of accumulators, so that none waits for another
+  V sum[SETS][RB][2] = {};
+  for (int d = 0; d < dim; d += 8, words.at += words.row) {
+    Words both[2];
+    pair_bytes(load_words(words.at), load_words(words.at + W), both);
+    unrolled<4>([&](auto number) __attribute__((always_inline)) {
+      constexpr int n = decltype(number)::value, half = n / 2, upper = n % 2;
+      V x[4];
+      planes.values<upper>(both[half], x);
+      for (int j = 0; j < 2; j++)
+        for (int r = 0; r < RB; r++) {
+          const V weight = all(q.at[r * q.row + d + 4 * half + 2 * j + upper]);
+          for (int i = 0; i < 2; i++) sum[n % SETS][r][i] += weight * x[2 * j + i];
+        }
+    });
+  }
+  for (int r = 0; r < RB; r++)
+    for (int i = 0; i < 2; i++) {
+      float* to = scores + r * row + i * W;
+      V x = sum[0][r][i] + base[r];
+      for (int s = 1; s < SETS; s++) x += sum[s][r][i];
+      store(to, add ? x + load(to) : x);
+    }
+}
+#endif
+
 // Of R queries and `width` tokens, or some more.
 void dots_with_codes(
     const Stage& stage, Turned words, int dim, Matrix q, int rows, const float* base, bool add, int width, float* scores, int64_t row,
     Ahead& ahead) {
   constexpr int NB = W == 8 ? 2 : 4;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (stage.bits == 4) {
+    const Planes planes(stage.table);
+    return with_rows(rows, [&](auto block, int r) {
+      for (int t = 0; t < width; t += 2 * W, ahead.next())
+        dots_with<decltype(block)::value>(
+            planes, {words.at + t, words.row}, dim, {q.at + r * q.row, q.row}, base + r, add, scores + r * row + t, row);
+    });
+  }
+#endif
   with_bits(stage.bits, [&](auto bits) {
     constexpr int BITS = decltype(bits)::value;
     const Lookup<BITS> lookup(stage.table);
@@ -152,11 +192,63 @@ void sums_with(
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The same of 4-bit codes, for the 8 entries of words whose bytes are paired.
+template <int RB>
+void sums_with(
+    const Planes& planes, const uint32_t* pairs, Matrix weights, int width, const float* fade, const float* extra, float* sums, int64_t row,
+    Ahead& ahead) {
+  constexpr int CB = W / RB;  // entries at a time
+  alignas(32) float found[RB][W];
+  unrolled<RB>([&](auto number) __attribute__((always_inline)) {
+    // Every other entry of four, all of four, or all of eight.
+    constexpr int n = decltype(number)::value, FIRST = CB == 2 ? n / 2 * 4 + n % 2 : n * 4, APART = CB == 2 ? 2 : 1;
+    V sum[W] = {};
+    for (int t = 0; t < width; t += 2 * W)
+      unrolled<(CB + 1) / 2>([&](auto part) __attribute__((always_inline)) {
+        constexpr int m = decltype(part)::value, half = (FIRST + m / 2 * 4) / 4, upper = CB == 2 ? n % 2 : m % 2;
+        V x[4];
+        planes.values<upper>(load_words(pairs + t + half * W), x);
+        for (int i = 0; i < 2; i++)
+          for (int r = 0; r < RB; r++) {
+            const V weight = load(weights.at + r * weights.row + t + i * W);
+            for (int j = 0; j < 2; j++) sum[r * CB + (CB == 2 ? j : m / 2 * 4 + 2 * j + upper)] += weight * x[2 * j + i];
+          }
+      });
+    alignas(32) float together[W];
+    store(together, KVTOOL_INSIDE::sums(sum));
+    for (int r = 0; r < RB; r++)
+      for (int j = 0; j < CB; j++) found[r][FIRST + j * APART] = together[r * CB + j];
+    ahead.next();
+  });
+  for (int r = 0; r < RB; r++) store(sums + r * row, load(sums + r * row) * fade[r] + (load(found[r]) + extra[r]));
+}
+#endif
+
 // `weights` of the first `group` entries, then, `step` further, of the next; `extra` of each group and query, or none; no fade is 1.
 void sums_with_codes(
     const Stage& stage, Turned words, int dim, Matrix weights, int rows, int group, int64_t step, const float* extra, int width,
     const float* fade, float* sums, int64_t row, Ahead& ahead) {
   static const float once[4] = {1, 1, 1, 1}, none[4] = {};
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (stage.bits == 4) {
+    const Planes planes(stage.table);
+    for (int d = 0; d < dim; d += 8, words.at += words.row) {
+      for (int t = 0; t < width; t += 2 * W) {
+        Words both[2];
+        pair_bytes(load_words(words.at + t), load_words(words.at + t + W), both);
+        store_words(words.at + t, both[0]), store_words(words.at + t + W, both[1]);
+      }
+      const int g = d / group;
+      with_rows(rows, [&](auto block, int r) {
+        const Matrix own{weights.at + g * step + r * weights.row, weights.row};
+        const float *faded = fade ? fade + r : once, *more = extra ? extra + g * rows + r : none;
+        sums_with<decltype(block)::value>(planes, words.at, own, width, faded, more, sums + r * row + d, row, ahead);
+      });
+    }
+    return;
+  }
+#endif
   with_bits(stage.bits, [&](auto bits) {
     constexpr int BITS = decltype(bits)::value;
     const Lookup<BITS> lookup(stage.table);
@@ -196,9 +288,42 @@ void tile_points(const Rows& rows, const Turned* words, int t, float* y) {
     });
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The same of one stage of 4-bit codes: entry d in vector d of the lower words, d + 8 in that of the upper ones.
+inline void first_stages(const Planes& planes, Turned words, int dim, int t, float* x) {
+  for (int d = 0; d < dim; d += POINTS, words.at += 2 * words.row) {
+    Words both[2];
+    pair_bytes(load_words(words.at + t), load_words(words.at + words.row + t), both);
+    // Of each half the stages among what is decoded together, then those between the halves.
+    unrolled<2>([&](auto number) __attribute__((always_inline)) {
+      constexpr int half = decltype(number)::value;
+      V v[8];
+      planes.values<0>(both[half], v), planes.values<1>(both[half], v + 4);
+      combine<8>(v);
+      for (int upper = 0; upper < 2; upper++)
+        for (int j = 0; j < 2; j++)
+          for (int i = 0; i < 2; i++) {
+            const V own = v[4 * upper + 2 * j + i];
+            float* to = x + (d + 2 * j + upper + 8 * i) * W;
+            if constexpr (half == 0) {
+              store(to, own);
+            } else {
+              const V other = load(to);
+              store(to, other + own), store(to + 4 * W, other - own);
+            }
+          }
+    });
+  }
+}
+#endif
+
 // The first of Sylvester's stages, of POINTS entries at a time: x[d][W].
 template <int BITS>
 void first_stages(const Rows& rows, const Turned* words, int t, float* x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (BITS == 4)
+    if (rows.stages == 1) return first_stages(Planes(rows.stage[0].table), words[0], rows.dim, t, x);
+#endif
   const Lookup<BITS> lookup(rows.stage[0].table);
   for (int d = 0; d < rows.dim; d += POINTS) {
     V v[POINTS];
