@@ -14,7 +14,7 @@ namespace kvtool {
 namespace KVTOOL_INSIDE {
 namespace {
 
-constexpr int AT_ONCE = W == 16 ? 2 : 1;  // vectors of tokens that share the loads of queries; more do not fit into registers
+constexpr int AT_ONCE = W >= 8 ? 2 : 1;  // vectors of tokens that share the loads of queries; more do not fit into registers
 
 // Whether these keys can be taken so: a group's step is that of all tokens taken together.
 bool in_registers(const Problem& p) {
@@ -25,6 +25,48 @@ bool in_registers(const Problem& p) {
   return keys.step && !keys.by_token && keys.stages == 1 && keys.dim % 32 == 0 && keys.group % together == 0 && p.k_from % together == 0;
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// W entries of W rows, turned.
+inline void turn_floats(const float* const* rows, int at, V* out) {
+  __m256 x[8], y[8];
+  for (int i = 0; i < 8; i++) {
+    // Of a row and of the fourth after it, halves beside each other: lanes need not change places afterwards.
+    const float *low = rows[i % 4] + at + i / 4 * 4, *high = rows[i % 4 + 4] + at + i / 4 * 4;
+    x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
+  }
+  for (int i = 0; i < 8; i += 2) y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]), y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      const __m256d a = _mm256_castps_pd(y[i + j]), b = _mm256_castps_pd(y[i + j + 2]);
+      out[i + 2 * j] = (V)_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), out[i + 2 * j + 1] = (V)_mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+    }
+}
+
+// The angles of tokens, turned, to C and S: at once, for the turned ones take longer to read again than to make. Halves are whole vectors.
+void turn_folded(const Problem& p, int token, int count, float* turned) {
+  const int half = p.half, row = 2 * half;
+  const float *signs = p.keys.signs, *angles = p.angles + int64_t(token) * row;
+  alignas(64) float sign[MAX_DIM / 2];
+  for (int d = 0; signs && d < half; d++) sign[d] = signs[d] * signs[d + half];
+  const auto* bytes = reinterpret_cast<const uint8_t*>(angles);
+  Ahead ahead{bytes, reinterpret_cast<const uint8_t*>(p.angles + int64_t(p.count) * row), 32 * row * 4};
+  ahead.next(), ahead.piece = W * W * 8;
+  for (int t = 0; t < padded(count); t += W) {
+    const float* rows[W];
+    for (int i = 0; i < W; i++) rows[i] = angles + int64_t(t + i < count ? t + i : count - 1) * row;
+    float* out = turned + t / ANGLES * row * ANGLES + t % ANGLES;
+    for (int d = 0; d < half; d += W, ahead.next()) {
+      V cos[W], sin[W];
+      turn_floats(rows, d, cos), turn_floats(rows, half + d, sin);
+      for (int i = 0; i < W; i++) {
+        float *c = out + (d + i) * ANGLES, *s = c + half * ANGLES;
+        if (signs) store(c, cos[i] - sin[i] * sign[d + i]), store(s, cos[i] + sin[i] * sign[d + i]);
+        else store(c, cos[i]), store(s, -sin[i]);
+      }
+    }
+  }
+}
+#else
 // cos and sin of ANGLES tokens, turned, to C and S.
 void fold(const Problem& p, float* turned) {
   const float* signs = p.keys.signs;
@@ -37,6 +79,13 @@ void fold(const Problem& p, float* turned) {
     }
   }
 }
+
+// The angles of tokens, turned, to C and S.
+void turn_folded(const Problem& p, int token, int count, float* turned) {
+  turn_angles(p, token, count, turned);
+  for (int t = 0; t < count; t += ANGLES) fold(p, turned + t * 2 * p.half);
+}
+#endif
 
 void fold_query(const Rows& keys, float* q) {
   for (int i = 0; i < keys.dim; i++) q[i] *= i < keys.dim / 2 ? keys.signs[i] : -keys.signs[i];
@@ -60,7 +109,7 @@ struct Sums {
   inline __attribute__((always_inline)) void add(const Asked& to, int d, const V* a, const V* b) {
     V u[NB], v[NB];
     for (int n = 0; n < NB; n++) {
-      const float* c = to.tables + (n * 2 * to.half + d) * ANGLES;
+      const float* c = to.tables + (n * W / ANGLES * 2 * to.half + d) * ANGLES + n * W % ANGLES;
       const V C = load(c), S = load(c + to.half * ANGLES);
       u[n] = a[n] * C + b[n] * S, v[n] = b[n] * C - a[n] * S;
     }

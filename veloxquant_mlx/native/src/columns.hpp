@@ -4,6 +4,7 @@
 // have a step for each token, are rebuilt entry by entry. Sylvester's matrix, which undoes a randomised rotation, is sums and differences of
 // whole vectors then, and its last stages, RoPE and the scores are one pass in registers.
 #pragma once
+#include "fours.hpp"
 #include "lookup.hpp"
 #include "problem.hpp"
 #include "products.hpp"
@@ -143,6 +144,16 @@ void dots_with_codes(
 #endif
   with_bits(stage.bits, [&](auto bits) {
     constexpr int BITS = decltype(bits)::value;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (BITS <= 2)
+      if (width >= FEWEST)
+        return with_rows(rows, [&](auto block, int r) {
+          Fours<decltype(block)::value> sums;
+          sums.template make<BITS>({q.at + r * q.row, q.row}, dim, stage.table);
+          for (int t = 0; t < width; t += TAKEN, ahead.next())
+            dots_of_fours(sums, words.at + t, words.row, base + r, add, scores + r * row + t, row);
+        });
+#endif
     const Lookup<BITS> lookup(stage.table);
     with_rows(rows, [&](auto block, int r) {
       constexpr int RB = decltype(block)::value;

@@ -297,11 +297,8 @@ void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
     if (span.token + p.span <= lowest || span.token >= highest) continue;
     span.count = end - span.token < p.span ? end - span.token : p.span;
     const int width = padded(span.count);
-    if (rebuilt) {
-      turn_angles(p, span.token, span.count, turns);
-      if (in_registers(p))
-        for (int t = 0; t < span.count; t += ANGLES) fold(p, turns + t * 2 * p.half);
-    }
+    if (rebuilt && in_registers(p)) turn_folded(p, span.token, span.count, turns);
+    else if (rebuilt) turn_angles(p, span.token, span.count, turns);
     for (span.head = first; span.head < last; span.head++) {
       const int head = span.head;
       float* sums = p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v;
