@@ -300,30 +300,25 @@ void tile_points(const Rows& rows, const Turned* words, int t, float* y) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// The same of one stage of 4-bit codes: entry d in vector d of the lower words, d + 8 in that of the upper ones.
+// The same of one stage of 4-bit codes.
 inline void first_stages(const Planes& planes, Turned words, int dim, int t, float* x) {
+  const DifferenceOfProduct minus;
   for (int d = 0; d < dim; d += POINTS, words.at += 2 * words.row) {
     Words both[2];
     pair_bytes(load_words(words.at + t), load_words(words.at + words.row + t), both);
-    // Of each half the stages among what is decoded together, then those between the halves.
-    unrolled<2>([&](auto number) __attribute__((always_inline)) {
-      constexpr int half = decltype(number)::value;
-      V v[8];
-      planes.values<0>(both[half], v), planes.values<1>(both[half], v + 4);
-      combine<8>(v);
-      for (int upper = 0; upper < 2; upper++)
-        for (int j = 0; j < 2; j++)
-          for (int i = 0; i < 2; i++) {
-            const V own = v[4 * upper + 2 * j + i];
-            float* to = x + (d + 2 * j + upper + 8 * i) * W;
-            if constexpr (half == 0) {
-              store(to, own);
-            } else {
-              const V other = load(to);
-              store(to, other + own), store(to + 4 * W, other - own);
-            }
-          }
-    });
+    // Entries d, d + 8, d + 2, d + 10 come together, then those 4 further, then those beside both: so few are held at a time.
+    V v[4], even[8], odd[4];
+    planes.values<0>(both[0], even), combine<4>(even, minus);
+    planes.values<0>(both[1], v), combine<4>(v, minus);
+    for (int i = 0; i < 4; i++) even[4 + i] = minus(even[i], v[i]), even[i] += v[i];
+    planes.values<1>(both[0], odd), combine<4>(odd, minus);
+    planes.values<1>(both[1], v), combine<4>(v, minus);
+    for (int i = 0; i < 4; i++) {
+      float* to = x + (d + i / 2 * 2 + i % 2 * 8) * W;
+      const V sum = odd[i] + v[i], difference = minus(odd[i], v[i]);
+      store(to, even[i] + sum), store(to + W, minus(even[i], sum));
+      store(to + 4 * W, even[4 + i] + difference), store(to + 5 * W, minus(even[4 + i], difference));
+    }
   }
 }
 #endif

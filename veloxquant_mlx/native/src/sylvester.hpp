@@ -15,6 +15,8 @@ struct DifferenceOfProduct {
   V operator()(V a, V b) const {
 #if defined(__AVX512F__)
     return (V)_mm512_fnmadd_ps((__m512)b, _mm512_set1_ps(1), (__m512)a);
+#elif defined(__AVX2__)
+    return (V)_mm256_fnmadd_ps((__m256)b, _mm256_set1_ps(1), (__m256)a);
 #else
     return a - b;
 #endif
