@@ -29,11 +29,12 @@ def coded(spec: str, dim: int, rope: RopeSpec) -> Block:
 
 @pytest.mark.parametrize(("spec", "name"), [("tc-2.05", "slow"), ("tc-4", "slower"), ("tc-2.05", "partial"), ("tc-3", "still")])
 def test_is_attention_to_the_decoded_rows(level: str, spec: str, name: str) -> None:  # noqa: F811
-    """Whole, and from within a block on to within another; one query a head and two."""
+    """Whole, and from within a block on to within another, the last strip of a span whole or of one token; one query a head and two."""
     rope = ROPES[name]
     dim = 64 if rope.dims == 64 else 128
     whole = coded(spec, dim, rope)
-    for block, count in ((whole, 1), (whole.kept(FIRST + 45, FIRST + 1089), 2)):
+    for first, stop, count in ((0, COUNT, 1), (45, 1089, 2), (3, 580, 1)):
+        block = whole.kept(FIRST + first, FIRST + stop)
         q = queries(count, dim=dim)
         out, lse = block.attend(stacked(q, 2), Visibility.of("causal", 6, 2, count, block.count), 0, 64)
         with native.without():

@@ -14,6 +14,7 @@
 #include "products.hpp"
 #include "shared.hpp"
 #include "simd.hpp"
+#include "strips.hpp"
 #include "words.hpp"
 
 namespace kvtool {
@@ -26,7 +27,7 @@ void add_predicted(const Problem& p, int head, const float* sums, float* out);
 namespace {
 
 // Components that are decoded before they are summed, and tokens of them: in a core's nearest cache.
-constexpr int BATCH = 16, PART = 512;
+constexpr int BATCH = W == 16 ? 16 : 8, PART = W == 16 ? 512 : 256;
 int64_t decoded_row(const Problem& p) { return (p.span < PART ? p.span : PART) + 2 * TOGETHER; }
 
 // f(start, count) for parts of a span.
@@ -95,10 +96,10 @@ size_t attend_components_scratch(const Problem& p) {
     const int own = p.keys.components.first[head + 1] - p.keys.components.first[head];
     most = own > most ? own : most;
   }
-  // Weights of all heads and what a filled-up block of queries writes behind them, fades, turned angles, weights of nodes; scaled weights,
-  // components, sizes.
+  // Weights of all heads and what a filled-up block of queries writes behind them, fades, turned angles, sums and what a filled-up block of
+  // components writes behind them, weights of nodes; scaled weights, components, sizes.
   const size_t weights = (p.keys.heads * p.rows + 3) * p.span, angles = 2 * p.half * (p.span + TILE), lanes = padded(p.keys.heads * p.rows);
-  const size_t shared = padded(p.keys.components.first[p.keys.heads]) * lanes, together = shared_scratch(lanes);
+  const size_t shared = (padded(p.keys.components.first[p.keys.heads]) + AT_A_TIME) * lanes, together = shared_scratch(lanes);
   const size_t parts = (p.rows + 3) * PART + (most + 1) * decoded_row(p), columns = p.angles ? columns_scratch(p, most) : 0;
   size_t rest = parts > columns ? parts : columns;
   return weights + lanes + angles + shared + NODES * (p.span + TILE) + (rest > together ? rest : together);
@@ -109,8 +110,8 @@ void attend_components(const Problem& p, int chunk, float* scratch) {
   const int begin = chunk * p.chunk, end = begin + p.chunk < p.count ? begin + p.chunk : p.count;
   const int64_t angle_row = p.span + TILE, lanes = padded(H * p.rows);
   float *weights = scratch, *fade = weights + (H * p.rows + 3) * p.span, *turns = fade + lanes, *shared = turns + 2 * p.half * angle_row;
-  float *nodes = shared + every * lanes, *rest = nodes + NODES * angle_row;
-  Interpolated slow{};
+  float *nodes = shared + (every + AT_A_TIME) * lanes, *rest = nodes + NODES * angle_row;
+  Slow slow{};
   memset(shared, 0, sizeof(float) * every * lanes), memset(fade, 0, sizeof(float) * lanes);
   int lowest = p.count, highest = 0;
   for (int r = 0; r < p.rows; r++) {

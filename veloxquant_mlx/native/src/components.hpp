@@ -9,24 +9,53 @@ namespace kvtool {
 namespace KVTOOL_INSIDE {
 namespace {
 
+// Values of codes W i to W i + W - 1 of a block.
 template <int BITS>
-void decode_component(const Components& c, const uint8_t* codes, const float* table, int blocks, float* out) {
+inline V points_of_block(const Lookup<BITS>& lookup, const uint8_t* codes, int i) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Eight codes of up to four bits are in one word: a shift alone brings each to its lane.
+  if constexpr (BITS <= 4) {
+    int32_t word;
+    memcpy(&word, codes + i * BITS, 4);
+    const __m256i at = _mm256_srlv_epi32(
+        _mm256_set1_epi32(word), _mm256_setr_epi32(0, BITS, 2 * BITS, 3 * BITS, 4 * BITS, 5 * BITS, 6 * BITS, 7 * BITS));
+    return lookup.of((Words)at);
+  }
+#endif
+  return lookup.template vector<true>(codes, i);
+}
+
+template <int BITS>
+inline __attribute__((always_inline)) void decode_component(
+    const Components& c, const uint8_t* codes, const float* table, int blocks, float* out) {
   const Lookup<BITS> lookup(table);
   for (int b = 0; b < blocks; b++, codes += c.block, out += TOGETHER) {
     uint8_t last[4 * BITS + SLACK];
     const bool near_end = c.end - codes < 4 * BITS + SLACK;
     if (near_end) memcpy(last, codes, 4 * BITS), memset(last + 4 * BITS, 0, SLACK);
-    for (int i = 0; i < TOGETHER / W; i++) store(out + i * W, lookup.template vector<true>(near_end ? last : codes, i));
+    for (int i = 0; i < TOGETHER / W; i++) store(out + i * W, points_of_block<BITS>(lookup, near_end ? last : codes, i));
   }
 }
 
-// Component i of tokens from .. from + count, at out + from % 32. Up to 32 floats behind them are finite, for whoever reads whole tiles.
-inline void decode_component(const Components& c, int i, int from, int count, float* out) {
+// Components first .. last of tokens from .. from + count, each `row` floats from the one before; the first token at out + from % 32. Up to
+// BEHIND floats behind them are finite, for whoever reads whole tiles.
+template <int BEHIND = TOGETHER>
+inline void decode_components(const Components& c, int first, int last, int from, int count, float* out, int64_t row) {
   const int block = from / TOGETHER, blocks = (from + count + TOGETHER - 1) / TOGETHER - block;
-  const uint8_t* codes = c.codes + block * c.block + c.place[i];
-  const float* table = c.points + c.table[i];
-  memset(out + blocks * TOGETHER, 0, TOGETHER * sizeof(float));
-  with_bits(c.bits[i], [&](auto bits) { decode_component<decltype(bits)::value>(c, codes, table, blocks, out); });
+  for (int start = first, stop; start < last; start = stop) {
+    // Neighbours mostly have as many bits.
+    for (stop = start + 1; stop < last && c.bits[stop] == c.bits[start];) stop++;
+    with_bits(c.bits[start], [&](auto bits) {
+      for (int i = start; i < stop; i++, out += row) {
+        decode_component<decltype(bits)::value>(c, c.codes + block * c.block + c.place[i], c.points + c.table[i], blocks, out);
+        for (int t = 0; t < BEHIND; t += W) store(out + blocks * TOGETHER + t, V{});
+      }
+    });
+  }
+}
+
+inline void decode_component(const Components& c, int i, int from, int count, float* out) {
+  decode_components(c, i, i + 1, from, count, out, 0);
 }
 
 // Codes of neighbouring components in blocks of tokens, asked for a few lines of the cache at a time while others are worked on: they are
@@ -52,11 +81,6 @@ struct CodesAhead {
     }
   }
 };
-
-// Components from .. to of `count` tokens, each `row` floats from the last; the first token at out + from % 32.
-inline void decode_components(const Components& c, int first, int last, int from, int count, float* out, int64_t row) {
-  for (int i = first; i < last; i++, out += row) decode_component(c, i, from, count, out);
-}
 
 // Rows of a tile of tokens from their components y, one after another: y times the basis, and the mean.
 inline void rows_from_components(const Rows& rows, int head, Matrix y, float* out) {

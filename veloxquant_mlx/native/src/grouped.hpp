@@ -3,9 +3,9 @@
 //
 //     k[t, d] = mean[d] + sum over components of y[i, t] basis[i, d] + sum over groups of table[d, group, index[group, t]]
 //
-// Components of few bits that together have five are one index into a table of their sums, in AVX-512, whose instruction looks it up for 16
-// tokens at once, in units that products leave free. Pairs of
-// columns that RoPE turns slowly are not built: a few columns of each query stand for all of them (interpolated.hpp).
+// This is AVX-512's way, which takes whole spans: components of few bits that together have five are one index into a table of their sums,
+// which an instruction looks up for 16 tokens at once, in units that products leave free. Pairs of columns that RoPE turns slowly are not
+// built: a few columns of each query stand for all of them (interpolated.hpp).
 #pragma once
 #include "components.hpp"
 #include "interpolated.hpp"
@@ -13,19 +13,17 @@
 #include "problem.hpp"
 #include "products.hpp"
 #include "simd.hpp"
+#include "slow_columns.hpp"
+
+#if defined(__AVX512F__)
 
 namespace kvtool {
 namespace KVTOOL_INSIDE {
 namespace {
 
-#if defined(__AVX512F__)
 constexpr int INDEX_BITS = 5, GROUPED_BITS = 2, COLUMNS = 8;
-#else
-constexpr int INDEX_BITS = 5, GROUPED_BITS = 0, COLUMNS = 4;
-#endif
 constexpr int ENTRIES = 1 << INDEX_BITS, VECTORS = 2;  // of tokens: as many accumulators as leave registers for the rest
 constexpr int BETWEEN = 3;  // products after each lookup
-constexpr int MANY = 512;  // tokens from which on tables are worth making
 // The components of one head: those that are multiplied, and groups of those that are looked up.
 struct Taken {
   int singles = 0, groups = 0;
@@ -54,8 +52,6 @@ inline void take(const Components& c, int first, int last, bool grouped, Taken& 
     for (int i = first, shift = 0; i < last; i++)
       if (group_of[i - first] == k) to.member[at] = i, to.shift[at++] = shift, shift += c.bits[i];
 }
-
-#if defined(__AVX512F__)
 
 constexpr Pattern PATTERNS[GROUPED_BITS + 1] = {Pattern(1), Pattern(1), Pattern(2)};
 
@@ -101,18 +97,6 @@ struct Table {
   }
   V operator[](const uint32_t* index) const { return (V)_mm512_permutex2var_ps(low, _mm512_loadu_si512(index), high); }
 };
-
-#else
-
-// There are no groups.
-inline void index_group(const Components&, const Taken&, int, int, int, uint32_t*) {}
-inline void entries_of(const Components&, const Taken&, float*) {}
-struct Table {
-  explicit Table(const float*) {}
-  V operator[](const uint32_t*) const { return V{}; }
-};
-
-#endif
 
 // COLUMNS columns of the keys, in two halves that RoPE turns with each other, or columns that are interpolated; and what they are made of.
 struct Columns {
@@ -199,6 +183,8 @@ struct Columns {
   }
 };
 
+using Slow = Interpolated;
+
 // Of a span of tokens the pairs that are interpolated, if they are worth it: they leave whole COLUMNS, and are more than what stands for them.
 inline Interpolated slow_pairs(const Problem& p, int token, int count, float* weights, int64_t row) {
   if (count < MANY) return {p.half, {}, weights, row};
@@ -213,44 +199,6 @@ inline Interpolated slow_pairs(const Problem& p, int token, int count, float* we
 inline size_t columns_scratch(const Problem& p, int most) {
   const int64_t row = p.span + 2 * TOGETHER, R = p.padded_rows, nodes = R * NODES <= p.dim ? padded(R * NODES) : 0;
   return most * (row + ENTRIES + COLUMNS * ENTRIES + COLUMNS) + R * (p.dim + COLUMNS) + (p.dim + most + 1) * nodes;
-}
-
-// What a query makes of each component's row, and of the mean, at each node: (components and 1, nodes R), of pairs that are interpolated
-// and of entries that are not rotated. `turned` has room for (D, nodes R).
-inline void at_nodes(const Problem& p, int head, int token, const Interpolated& slow, float* turned, float* out, int64_t row) {
-  const Components& c = p.keys.components;
-  const int R = p.padded_rows, size = c.first[head + 1] - c.first[head], end = p.rope_first + 2 * p.half;
-  const float *basis = p.keys.basis + int64_t(c.first[head]) * p.dim, *mean = p.keys.basis + int64_t(c.first[p.keys.heads] + head) * p.dim;
-  memset(turned, 0, sizeof(float) * p.dim * row);
-  for (int i = 0; i < NODES; i++) {
-    const float *cos = p.angles + int64_t(token + slow.node[i]) * 2 * p.half, *sin = cos + p.half;
-    for (int r = 0; r < R; r++) {
-      const float* q = p.turned + (int64_t(head) * R + r) * p.dim;
-      float* to = turned + i * R + r;
-      for (int d = 0; d < p.rope_first; d++) to[d * row] = q[d];
-      for (int d = end; d < p.dim; d++) to[d * row] = q[d];
-      for (int j = slow.first; j < p.half; j++) {
-        const float a = q[p.rope_first + j], b = q[p.rope_first + p.half + j];
-        to[(p.rope_first + j) * row] = a * cos[j] + b * sin[j], to[(p.rope_first + p.half + j) * row] = b * cos[j] - a * sin[j];
-      }
-    }
-  }
-  memset(out, 0, sizeof(float) * (size + 1) * row);
-  const float one[4] = {1, 1, 1, 1};
-  auto add = [&](int first, int last) {
-    if (first >= last) return;
-    const Matrix of{turned + first * row, row};
-    int i = 0;
-    for (; i + 4 <= size; i += 4) {
-      float* to = out + i * row;
-      sums_of<4>(basis + i * p.dim + first, p.dim, 1, one, {to, row}, of, last - first, int(row), to, row);
-    }
-    for (; i <= size; i++) {
-      float* to = out + i * row;
-      sums_of<1>((i < size ? basis + i * p.dim : mean) + first, p.dim, 1, one, {to, row}, of, last - first, int(row), to, row);
-    }
-  };
-  add(0, p.rope_first), add(p.rope_first + slow.first, p.rope_first + p.half), add(p.rope_first + p.half + slow.first, end), add(end, p.dim);
 }
 
 // Scores of one head's queries with `count` tokens, rows of `span`; cosines and then sines of the pairs that are not slow are rows of
@@ -318,3 +266,5 @@ inline void score_columns(
 }  // namespace
 }  // namespace KVTOOL_INSIDE
 }  // namespace kvtool
+
+#endif

@@ -10,9 +10,9 @@ namespace kvtool {
 namespace KVTOOL_INSIDE {
 namespace {
 
-constexpr int AT_A_TIME = W == 16 ? 8 : 4;  // components
+constexpr int AT_A_TIME = W == 16 ? 8 : W == 8 ? 6 : 4;  // components
 constexpr int RUN = 64;  // tokens whose products are added up one after another: the longer the sum, the more it loses
-constexpr int FEW = 256;  // tokens of AT_A_TIME components: with the weights they are in the nearest cache
+constexpr int FEW = W == 16 ? 256 : 128;  // tokens of AT_A_TIME components: with the weights they are in the nearest cache
 
 inline size_t shared_scratch(int lanes) { return FEW * lanes + AT_A_TIME * (FEW + 2 * TOGETHER); }
 
