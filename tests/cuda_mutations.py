@@ -58,7 +58,7 @@ CUDA_MUTATIONS = (
         ("decode: one step",),
     ),
     Mutation(
-        "scalar_fused_decode_attend", "decode: zeros of keys twice", "(0.5f * unit[1])", "unit[1]", ("decode: one step",),
+        "scalar_fused_decode_attend", "decode: zeros of keys twice", "(0.5f * zero_unit)", "zero_unit", ("decode: one step",),
     ),
     Mutation("kivi_group_quant_dequant", "halves away from zero", "rintf(", "roundf(", ("keys, halves to even",)),
     Mutation(
@@ -90,7 +90,7 @@ CUDA_MUTATIONS = (
     Mutation("flash_prefill_attend", "tiles: no window", "range.low <= j && j < range.high ?", "j < range.high ?", ("tiles: window",)),
     Mutation("flash_prefill_attend", "tiles: lift stays in lse", "(sums[m].top[h] - TILE_LIFT)", "sums[m].top[h]", ("tiles: window",)),
     Mutation(
-        "flash_prefill_attend", "tiles: units of factors mixed", "scale(before * inverse, before * inverse);", "scale(1.0f, 1.0f);",
+        "flash_prefill_attend", "tiles: units of factors mixed", "return before * inverse;", "return 1.0f;",
         ("tiles: factors that grow",),
     ),
     Mutation(

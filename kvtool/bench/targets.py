@@ -1,7 +1,7 @@
 """What a back end is held to, as limits on rows of `kvtool bench`: `--targets` measures just these rows and says which are reached.
 
 A layer of a model of 8 billion parameters at 32768 tokens, and for files 1 GB of float16 in such layers. On a GPU at 131072 tokens, at
-32768 of 8 sequences, and 512 queries at the end of 32768 tokens (measured on an H200: tests/results/h200-attend.md).
+32768 of 8 sequences, and 2048 queries at the end of 8192 tokens (measured on an H200: tests/results/h200-attend.md).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ CPU_TARGETS = (
     _of("files", "rvq-4: load, cold", LOAD, "speedup", 2.5),
     _of("files", "rvq-4: save", "times as fast as mlx-lm's save and fsync", "speedup", 1 / 1.2),
 )
-SIGNS, PREFILL = "k=rabitq:nocenter,v=rvq-4:nocenter", {"shape": "1,32,8,128,32768", "queries": 512}
+SIGNS, PREFILL = "k=rabitq:nocenter,v=rvq-4:nocenter", {"shape": "1,32,8,128,8192", "queries": 2048}
 DECODERS = {  # times as fast as MLX
     f"{SIGNS}: rabitq_fused_attend": 3.0,
     "k=rvq-2+2:nocenter,v=rvq-4:nocenter: turboquant_fused_rvq_decode_attend": 2.0,

@@ -190,6 +190,14 @@ inline uint32_t __ballot_sync(uint32_t, bool x) {
   emulated::warp();
   return found;
 }
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t x) {
+  *emulated::slot(emulated::lane()) = x;
+  emulated::warp();
+  uint32_t largest = 0;
+  for (int i = 0; i < 32; i++) largest = std::max(largest, *emulated::slot(i));
+  emulated::warp();
+  return largest;
+}
 inline bool __any_sync(uint32_t mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline bool __syncthreads_and(bool x) {
   *emulated::slot(emulated::lane()) = x;

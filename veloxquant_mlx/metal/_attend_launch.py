@@ -158,9 +158,11 @@ const unsigned thread_index_in_threadgroup = threadIdx.x;
     return Kernel(f"{general.name}_decode", general.inputs, general.outputs, sources, "", body + rest)
 
 
-FINISH = Kernel(
+MAX_SPLITS = 512
+_FINISH_INPUTS = ("parts", "part_lse", "rotation", "dims")
+_FINISH = Kernel(
     name="attend_finish",
-    inputs=("parts", "part_lse", "rotation", "dims"),
+    inputs=_FINISH_INPUTS,
     outputs=("out", "lse"),
     sources=("attend",),
     metal="""threadgroup float merged[D];
@@ -169,6 +171,15 @@ kvtool::attend_finish<D>(
     cuda="""__shared__ float merged[D];
 __shared__ float weights[kvtool::ATTEND_MAX_SPLITS];
 kvtool::attend_finish<D>(parts, part_lse, rotation, dims, out, lse, merged, weights, blockIdx.x, threadIdx.x);""",
+)
+_DECODE_FINISH = Kernel(
+    "decode_finish",
+    _FINISH_INPUTS,
+    ("out", "lse"),
+    ("attend", "decode_parts", "decode_finish"),
+    "",
+    f"""__shared__ float4 shared[{(DECODE_WARPS * (DECODE_DIM + 2) + MAX_SPLITS) // 4}];
+kvtool::decode_finish(parts, part_lse, rotation, dims, out, lse, reinterpret_cast<float*>(shared));""",
 )
 
 
@@ -323,18 +334,33 @@ def _run(
         shared_memory=cut.shared_memory,
     )
     if two_passes:
-        out, lse = FINISH(
-            [out, lse, options.rotation if rotated else unused, _dims(splits, int(rotated))],
-            template=[("D", options.dim)],
-            grid=(query_rows * options.dim, 1, 1),
-            threadgroup=(options.dim, 1, 1),
-            output_shapes=[(query_rows, options.dim), (query_rows,)],
-            output_dtypes=[out_dtype, mx.float32],
-        )
+        out, lse = merged(out, lse, options.rotation if rotated else None, out_dtype)
     out, lse = out.reshape(options.out_shape), lse.reshape(options.out_shape[:3])
     if not rotates:
         return finish(out, lse, options)
     return (out, lse) if options.lse else out
+
+
+def merged(parts: mx.array, lse: mx.array, rotation: mx.array | None, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Splits of rows merged, and the result times a matrix: (rows, D) of a dtype and (rows,).
+
+    Args:
+        parts: (rows, splits, D) float32; lse: (rows, splits) float32.
+        rotation: (D, D) float32, or None.
+    """
+    rows, splits, dim = parts.shape
+    kernel, template, threads = (_FINISH, [("D", dim)], dim)
+    if backend() == "cuda" and dim == DECODE_DIM:
+        kernel, template, threads = (_DECODE_FINISH, [], DECODE_WARPS * 32)
+    out, lse = kernel(
+        [parts, lse, _zeros(mx.float32) if rotation is None else rotation, _dims(splits, int(rotation is not None))],
+        template=template,
+        grid=(rows * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(rows, dim), (rows,)],
+        output_dtypes=[dtype, mx.float32],
+    )
+    return out, lse
 
 
 def tile(dim: int, heads_per_kv: int, multiple: int = 1, nsg: int | None = None) -> tuple[int, int, int, int]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from veloxquant_mlx.metal import _coded_tiles
-from veloxquant_mlx.metal._attend_launch import FINISH
+from veloxquant_mlx.metal._attend_launch import merged
 from veloxquant_mlx.metal._checks import check_array, power_of_two, require
 from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.metal._kernel import Kernel, Template, kept_dims, unused
@@ -95,26 +95,13 @@ def coded_attend(
     turn = angles is not None and k.signs is not None
     q = _query(q, k, turn)
     if _coded_tiles.takes(k, v, angles is not None, mask is not None):
-        out, lse = _coded_tiles.finish(*_coded_tiles.tiles(q, k, v, rows, angles, splits), v.matrix)
+        out, lse = merged(*_coded_tiles.tiles(q, k, v, rows, angles, splits), v.matrix, mx.float32)
     else:
-        out, lse = _finish(*_parts(q, k, v, rows, angles, mask, splits), v.matrix)
+        out, lse = _parts(q, k, v, rows, angles, mask, splits)
+        if out.shape[1] > 1 or v.matrix is not None:
+            out, lse = merged(out, lse, v.matrix, mx.float32)
     out = out.reshape(heads, queries, dim)
     return (out if v.smooth is None else out * v.smooth[:, None]), lse.reshape(heads, queries)
-
-
-def _finish(out: mx.array, lse: mx.array, splits: int, matrix: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Parts merged, out (H R, D) and lse (H R,); rows times a matrix (D, D)."""
-    rows, _, dim = out.shape
-    if splits > 1 or matrix is not None:
-        out, lse = FINISH(
-            [out, lse, _given(matrix), kept_dims(splits, int(matrix is not None))],
-            template=[("D", dim)],
-            grid=(rows * dim, 1, 1),
-            threadgroup=(dim, 1, 1),
-            output_shapes=[(rows, dim), (rows,)],
-            output_dtypes=[mx.float32, mx.float32],
-        )
-    return out.reshape(rows, dim), lse.reshape(rows)
 
 
 def _parts(
@@ -125,7 +112,7 @@ def _parts(
     angles: mx.array | None,
     mask: mx.array | None,
     splits: int | None,
-) -> tuple[mx.array, mx.array, int]:
+) -> tuple[mx.array, mx.array]:
     """The same by the general kernel, see `_coded_tiles.tiles`."""
     k_from, v_from, count = rows
     heads, queries, dim = q.shape
@@ -159,7 +146,7 @@ def _parts(
         output_shapes=[(heads * queries, splits, dim), (heads * queries, splits)],
         output_dtypes=[mx.float32, mx.float32],
     )
-    return out, lse, splits
+    return out, lse
 
 
 def _query(q: mx.array, k: CodedOperand, turn: bool) -> mx.array:

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from veloxquant_mlx.metal._attend_launch import MAX_SPLITS
 from veloxquant_mlx.metal._backend import backend
 from veloxquant_mlx.metal._coded_operand import CodedOperand
 from veloxquant_mlx.metal._kernel import Kernel, kept_dims, unused
@@ -23,7 +24,6 @@ TURNS, LONE_TURNS = 4 * ROWS * (DIM + 2 * 144), 4 * ROWS * 144
 OWN, ZEROS = {"table": 4 * DIM, "affine": 4 * 288, "places": 0}, 4 * DIM
 BLOCKS = 132  # multiprocessors of an H100 or H200
 ROWS_PER_SPLIT = 4 * ROWS
-MAX_SPLITS = 512
 LARGEST_KEY = 15  # exponent of the largest key that halves hold
 KEY_BITS = ((1, 0), (2, 0), (2, 2), (4, 0))
 VALUE_BITS = ((2, 0), (2, 2), (4, 0))
@@ -77,30 +77,6 @@ def _kernel(k: str, v: str, rope: bool) -> Kernel:
     return Kernel(f"coded_tiles_{k}_{v}{'_rope' if rope else ''}", _INPUTS, ("out", "lse"), sources, "", body)
 
 
-_FINISH = Kernel(
-    "coded_finish",
-    ("parts", "part_lse", "rotation", "dims"),
-    ("out", "lse"),
-    ("attend", "coded", "coded_rows", "decode_parts", "coded_parts", "coded_finish"),
-    "",
-    f"""__shared__ float4 shared[{8 * (DIM + 2) // 4 + MAX_SPLITS // 4}];
-kvtool::coded_finish(parts, part_lse, rotation, dims, out, lse, reinterpret_cast<float*>(shared));""",
-)
-
-
-def finish(out: mx.array, lse: mx.array, splits: int, matrix: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Parts of `tiles` merged, out (H R, D) and lse (H R,); rows times a matrix (D, D)."""
-    rows = out.shape[0]
-    out, lse = _FINISH(
-        [out, lse, unused() if matrix is None else matrix, kept_dims(splits, int(matrix is not None))],
-        grid=(rows * 256, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(rows, DIM), (rows,)],
-        output_dtypes=[mx.float32, mx.float32],
-    )
-    return out, lse
-
-
 def takes(k: CodedOperand, v: CodedOperand, rotated: bool, masked: bool) -> bool:
     """Whether this kernel is the one for such rows."""
     if backend() != "cuda" or k.shape[2] != DIM or masked or (rotated and k.form not in _TURNED_KEYS):
@@ -125,8 +101,8 @@ def takes(k: CodedOperand, v: CodedOperand, rotated: bool, masked: bool) -> bool
 
 def tiles(
     q: mx.array, k: CodedOperand, v: CodedOperand, rows: tuple[int, int, int], angles: mx.array | None, splits: int | None
-) -> tuple[mx.array, mx.array, int]:
-    """Parts of `coded_attend`, out (H R, splits, D) and lse (H R, splits), and how many; q is in the frame of the stored keys, in log2."""
+) -> tuple[mx.array, mx.array]:
+    """Parts of `coded_attend`, out (H R, splits, D) and lse (H R, splits); q is in the frame of the stored keys, in log2."""
     k_from, v_from, count = rows
     heads, queries, _ = q.shape
     together = math.gcd(heads, HEADS)
@@ -166,7 +142,7 @@ def tiles(
         output_dtypes=[mx.float32, mx.float32],
         shared_memory=BEFORE_TABLES + tables * TABLE if tables else each * of_split + warps * own + ZEROS,
     )
-    return out, lse, splits
+    return out, lse
 
 
 def _key_unit(k: CodedOperand) -> int:

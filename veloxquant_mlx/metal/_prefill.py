@@ -101,12 +101,14 @@ def launch(
         tiled: the family's kernel on tensor cores, where the keys and values fit it.
     """
     threads, grid, memory = THREADS, (THREADS * groups, options.batch * options.heads, 1), 0
-    if tiled is not None and fits(q, options):
-        kernel, memory = tiled.kernel, tiled.memory(options.dim)
-        threads, grid = TILED_THREADS, (TILED_THREADS * blocks(options), 1, 1)
-        template = [*template, ("MEMORY", memory)]
+    rotates = tiled is not None and fits(q, options)
     k_norm = options.k_norm if k_norm is None else k_norm
     unused = mx.zeros((8,), mx.float32)
+    if tiled is not None and rotates:
+        kernel, memory = tiled.kernel, tiled.memory(options.dim)
+        threads, grid = TILED_THREADS, (TILED_THREADS * blocks(options), 1, 1)
+        template = [*template, ("MEMORY", memory), ("TURN", options.rotation is not None)]
+        arrays = [*arrays, unused if options.rotation is None else options.rotation]
     out, lse = kernel(
         [
             q,
@@ -130,10 +132,12 @@ def launch(
         grid=grid,
         threadgroup=(threads, 1, 1),
         output_shapes=[options.out_shape, options.out_shape[:3]],
-        output_dtypes=[options.out_dtype if options.rotation is None else mx.float32, mx.float32],
+        output_dtypes=[options.out_dtype if rotates or options.rotation is None else mx.float32, mx.float32],
         shared_memory=memory,
     )
-    return _attend.finish(out, lse, options)
+    if not rotates:
+        return _attend.finish(out, lse, options)
+    return (out, lse) if options.lse else out
 
 
 def tiles(options: Options) -> int:

@@ -48,10 +48,12 @@ def tiled(general: Kernel, readers: str, code_bits: tuple[int, int], table: int 
     body = f"""
   {readers}
   static_assert(kvtool::TilePlan<D, decltype(keys), decltype(values)>::BYTES == MEMORY, "as Python computes it");
-  kvtool::prefill_tiles<D, NORM, BIAS, VSCALE>(q, scale, dims, start, k_norm, k_bias, v_scale, out, lse, keys, values);
+  kvtool::prefill_tiles<D, NORM, BIAS, VSCALE, TURN>(
+      q, scale, dims, start, k_norm, k_bias, v_scale, rotation, out, lse, keys, values);
 """
-    sources = ("prefill", "prefill_parts", "prefill_group", "prefill_tiles")
-    return Tiled(Kernel(f"{general.name}_tiles", general.inputs, general.outputs, sources, "", body), code_bits, table)
+    sources = ("prefill", "prefill_parts", "prefill_group", "prefill_turn", "prefill_tiles")
+    inputs = (*general.inputs, "rotation")
+    return Tiled(Kernel(f"{general.name}_tiles", inputs, general.outputs, sources, "", body), code_bits, table)
 
 
 def fits(q: mx.array, options: Options) -> bool:

@@ -117,7 +117,7 @@ __device__ __forceinline__ bool decode(
       const float add = BIAS ? __shfl_sync(0xffffffffu, biases, at.place + 8 * r) : 0.0f;
       ATTEND_UNROLL
       for (int x = 0; x < 2; x++) {
-        const float sum = s[r][x] + __shfl_xor_sync(0xffffffffu, s[r][x], 2);
+        const float sum = Keys::WHOLE ? s[r][x] : s[r][x] + __shfl_xor_sync(0xffffffffu, s[r][x], 2);
         s[r][x] = sum * factor[x] * own + add;
       }
       if (!whole) {

@@ -5,6 +5,7 @@ namespace kvtool {
 // Keys of two 2-bit codes a channel: centroids1[c1] + centroids2[c2].
 struct DecodeTwoStageKeys {
   static constexpr bool SHIFTS = true;
+  static constexpr bool WHOLE = false;  // `dots` gives sums of half of the columns, that of the others is in lane ^ 2
 
   const void* codes1;
   const void* codes2;
@@ -93,6 +94,7 @@ struct DecodeTwoStageKeys {
 // Keys of signs: D - 2 hamming. A lane has half of the channels, as the columns of the other keys have half of a query's bits.
 struct DecodeSignKeys {
   static constexpr bool SHIFTS = true;
+  static constexpr bool WHOLE = true;
 
   const uint8_t* bits;
   uint2 a[4];
@@ -138,12 +140,17 @@ struct DecodeSignKeys {
   }
 
   __device__ __forceinline__ void dots(float (&s)[4][2], DecodeLane, DecodeQueries) const {
+    // Two counts in a word; 2^23 + n as a float has n in its lower bits.
     ATTEND_UNROLL
     for (int r = 0; r < 4; r++) {
+      uint32_t apart = 0;
       ATTEND_UNROLL
       for (int x = 0; x < 2; x++) {
-        s[r][x] = float(DECODE_DIM / 2 - 2 * int(__popc(a[r].x ^ sign[x].x) + __popc(a[r].y ^ sign[x].y)));
+        apart += uint32_t(__popc(a[r].x ^ sign[x].x) + __popc(a[r].y ^ sign[x].y)) << (16 * x);
       }
+      apart += __shfl_xor_sync(0xffffffffu, apart, 2);
+      s[r][0] = fmaf(__uint_as_float(__byte_perm(apart, 0x4b000000u, 0x7610)), -2.0f, DECODE_DIM + 16777216.0f);
+      s[r][1] = fmaf(__uint_as_float(__byte_perm(apart, 0x4b000000u, 0x7632)), -2.0f, DECODE_DIM + 16777216.0f);
     }
   }
 };
@@ -153,6 +160,7 @@ struct DecodeSignKeys {
 template <int GROUP, typename A>
 struct DecodeAffineKeys {
   static constexpr bool SHIFTS = false;                 // a step of keys has one group
+  static constexpr bool WHOLE = false;
   static constexpr bool HALF = decode_is_half(A());
   static constexpr int RUN = 64;                        // bytes of a lane's scales
   static constexpr int SIDES = 8 * (RUN + 16);          // of a step's scales and zeros in shared memory: other runs, other banks
@@ -162,10 +170,12 @@ struct DecodeAffineKeys {
   const void* codes;
   const A* scales;
   const A* zeros;
-  char* memory;  // this warp's
+  char* memory;   // this warp's
+  float inverse;  // of the power of two of this lane's scales or zeros in `narrow`
 
   __device__ __forceinline__ bool place(char* all, int thread_) {
     memory = all + thread_ / 32 * BYTES;
+    inverse = 1;
     return decode_aligned(codes) && decode_aligned(scales) && decode_aligned(zeros);
   }
 
@@ -200,58 +210,76 @@ struct DecodeAffineKeys {
     decode_copy(memory + at.lane * 16 + at.lane / 4 * 16, side);
   }
 
-  // Two values as halves over a power of two.
-  static __device__ __forceinline__ uint32_t halves(uint32_t pair, float inverse) {
-    return HALF ? pair : decode_halves(__uint_as_float(pair << 16) * inverse, __uint_as_float(pair & 0xffff0000u) * inverse, 0);
-  }
-
-  static __device__ __forceinline__ void units(const uint4* side, float& unit, float& inverse) {
-    unit = inverse = 1;
-    if (!HALF) {
-      float largest = 0;
-      ATTEND_UNROLL
-      for (int i = 0; i < 16; i++) {
-        const uint32_t pair = reinterpret_cast<const uint32_t*>(side)[i];
-        largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(pair << 16)), fabsf(__uint_as_float(pair & 0xffff0000u))));
-      }
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      decode_unit(largest, unit, inverse);
+  // Scales and zeros of bfloat16 become halves where they are, over a power of two each and in the order of `paired`: a lane does its
+  // own eight, and all lanes read them. The powers stay while the largest of 128 is between 2^-5 and 4 of them.
+  __device__ __forceinline__ void narrow(DecodeLane at) {
+    uint4* own = reinterpret_cast<uint4*>(memory + at.lane * 16 + at.lane / 4 * 16);
+    const uint4 given = *own;
+    uint32_t pair[4] = {given.x, given.y, given.z, given.w};
+    uint32_t size = 0;  // of the largest, in the upper half
+    ATTEND_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const uint32_t sizes = pair[i] & 0x7fff7fffu;
+      size = max(size, max(sizes, sizes << 16));
     }
+    const float part = __uint_as_float(size) * inverse;
+    const uint32_t enough = __ballot_sync(0xffffffffu, part >= 1.0f / 32);
+    if (__any_sync(0xffffffffu, !(part < 4)) || enough < 0x10000u || (enough & 0xffffu) == 0) {
+      const bool zero = at.lane >= 16;
+      float unit;
+      float inverses[2];
+      decode_unit(__uint_as_float(__reduce_max_sync(0xffffffffu, zero ? 0 : size)), unit, inverses[0]);
+      decode_unit(__uint_as_float(__reduce_max_sync(0xffffffffu, zero ? size : 0)), unit, inverses[1]);
+      inverse = zero ? inverses[1] : inverses[0];
+    }
+    const auto both = [&](int i) {  // of words i and i + 2, the lower or the upper
+      const auto value = [&](uint32_t word) { return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16) * inverse; };
+      return decode_halves(value(pair[i / 2]), value(pair[i / 2 + 2]), 0);
+    };
+    *own = make_uint4(both(0), both(1), both(2), both(3));
+    __syncwarp();
   }
 
-  __device__ __forceinline__ void dots(float (&s)[4][2], DecodeLane at, DecodeQueries) const {
+  // Of 8 channels the pairs 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+  static __device__ __forceinline__ uint4 paired(uint4 side) {
+    return !HALF ? side
+                 : make_uint4(
+                       __byte_perm(side.x, side.z, 0x5410), __byte_perm(side.x, side.z, 0x7632), __byte_perm(side.y, side.w, 0x5410),
+                       __byte_perm(side.y, side.w, 0x7632));
+  }
+
+  // What is over the power of two of the scales (from 0) or of the zeros (16) times this is not.
+  __device__ __forceinline__ float unit(int from) const {
+    return HALF ? 1.0f : __int_as_float((254 << 23) - __float_as_int(__shfl_sync(0xffffffffu, inverse, from)));
+  }
+
+  __device__ __forceinline__ void dots(float (&s)[4][2], DecodeLane at, DecodeQueries) {
     decode_wait();
     const uint4* scale = reinterpret_cast<const uint4*>(memory + at.t * (RUN + 16));
     const uint4* zero = reinterpret_cast<const uint4*>(memory + (at.t + 4) * (RUN + 16));
     const uint4* code = reinterpret_cast<const uint4*>(memory + SIDES) + at.lane;
     const uint4* query = reinterpret_cast<const uint4*>(memory + SIDES + CODES) + at.lane;
     const uint32_t rest = at.g >= 4 ? 0xffffffffu : 0u;
-    float unit[2];
-    float inverse[2];
-    units(scale, unit[0], inverse[0]);
-    units(zero, unit[1], inverse[1]);
     const uint4 a[4] = {code[0], code[32], code[64], code[96]};
+    if (!HALF) {
+      narrow(at);
+    }
     float by_zero[4] = {};
     float c[2][4] = {};
     ATTEND_UNROLL
     for (int w = 0; w < 4; w++) {
       const uint4 x4 = query[32 * w];
-      const uint4 y4 = scale[w];
-      const uint4 z4 = zero[w];
+      const uint4 y4 = paired(scale[w]);
+      const uint4 z4 = paired(zero[w]);
       ATTEND_UNROLL
       for (int u = 0; u < 2; u++) {
         const uint32_t x0 = u ? x4.z : x4.x;
         const uint32_t x1 = u ? x4.w : x4.y;
-        const uint32_t y0 = u ? y4.y : y4.x;
-        const uint32_t y1 = u ? y4.w : y4.z;
-        const uint32_t z0 = u ? z4.y : z4.x;
-        const uint32_t z1 = u ? z4.w : z4.z;
-        const uint32_t b0 = decode_product(x0, halves(__byte_perm(y0, y1, 0x5410), inverse[0]), rest);
-        const uint32_t b1 = decode_product(x1, halves(__byte_perm(y0, y1, 0x7632), inverse[0]), rest);
-        const uint32_t even0 = halves(__byte_perm(z0, z1, 0x5410), inverse[1]);
-        const uint32_t odd0 = halves(__byte_perm(z0, z1, 0x7632), inverse[1]);
-        decode_mma(by_zero, even0, even0, odd0, odd0, x0, x1);
+        const uint32_t b0 = decode_product(x0, u ? y4.z : y4.x, rest);
+        const uint32_t b1 = decode_product(x1, u ? y4.w : y4.y, rest);
+        const uint32_t even = u ? z4.z : z4.x;
+        const uint32_t odd = u ? z4.w : z4.y;
+        decode_mma(by_zero, even, even, odd, odd, x0, x1);
         ATTEND_UNROLL
         for (int tile = 0; tile < 2; tile++) {
           const uint32_t one = w == 0 ? a[2 * tile].x : w == 1 ? a[2 * tile].y : w == 2 ? a[2 * tile].z : a[2 * tile].w;
@@ -263,13 +291,15 @@ struct DecodeAffineKeys {
         }
       }
     }
+    const float scale_unit = unit(0);
+    const float zero_unit = unit(16);
     ATTEND_UNROLL
     for (int column = 0; column < 2; column++) {
       // Half of it: both halves of the columns have it, and are summed.
-      const float constant = by_zero[column] * (0.5f * unit[1]);
+      const float constant = by_zero[column] * (0.5f * zero_unit);
       ATTEND_UNROLL
       for (int r = 0; r < 4; r++) {
-        s[r][column] = fmaf(c[r / 2][r % 2 * 2 + column], unit[0] / DECODE_CODE, constant);
+        s[r][column] = fmaf(c[r / 2][r % 2 * 2 + column], scale_unit / DECODE_CODE, constant);
       }
     }
     __syncwarp();

@@ -19,16 +19,13 @@ __device__ __forceinline__ T* tile_element(char* tile, int row, int d) {
 // What a thread has of 64 rows: of rows lane / 4 and lane / 4 + 8 of its warp's 16, columns 2 (lane % 4) and the next of every 8.
 template <int D>
 struct TileSums {
-  float o[D / 8][4];  // sums of values, over `unit`
+  float o[D / 8][4];  // sums of values, over the unit of their factors
   float top[2];       // largest score, in log2, or up to the slack less
   float total[2];     // sums of this thread's weights
-  float unit, inverse, cap;
 
   __device__ __forceinline__ void clear() {
     top[0] = top[1] = -PREFILL_INF;
     total[0] = total[1] = 0.0f;
-    unit = inverse = 1.0f;
-    cap = 0.0f;
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
       o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
@@ -85,28 +82,55 @@ struct TileSums {
     }
   }
 
-  // Weights take the factors of values, over a power of two that keeps them within a half.
-  __device__ __forceinline__ void take(float (&s)[TILE_KEYS / 8][4], const float2* factors) {
-    float most = 0.0f;
+  // Weights take the factors of values. That of a key not seen may be NaN; in a `whole` tile all are seen.
+  __device__ __forceinline__ void take(float (&s)[TILE_KEYS / 8][4], const float2* factors, bool whole) {
+    if (whole) {
 #pragma unroll
-    for (int n = 0; n < TILE_KEYS / 8; n++) {
-      const float2 f = factors[4 * n];
-      most = fmaxf(most, fmaxf(isfinite(f.x) ? fabsf(f.x) : 0.0f, isfinite(f.y) ? fabsf(f.y) : 0.0f));
-    }
-    if (__any_sync(PREFILL_ALL, most > cap)) {
-      const float before = unit;
-      tile_unit(prefill_warp_top(most), unit, inverse);
-      cap = 2.0f * unit;
-      scale(before * inverse, before * inverse);
-    }
+      for (int n = 0; n < TILE_KEYS / 8; n++) {
+        const float2 f = factors[4 * n];
 #pragma unroll
-    for (int n = 0; n < TILE_KEYS / 8; n++) {
-      const float2 f = factors[4 * n];
+        for (int e = 0; e < 4; e++) {
+          s[n][e] *= e % 2 ? f.y : f.x;
+        }
+      }
+    } else {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        s[n][e] = s[n][e] == 0.0f ? 0.0f : s[n][e] * ((e % 2 ? f.y : f.x) * inverse);  // that of a key not seen may be NaN
+      for (int n = 0; n < TILE_KEYS / 8; n++) {
+        const float2 f = factors[4 * n];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          s[n][e] = s[n][e] == 0.0f ? 0.0f : s[n][e] * (e % 2 ? f.y : f.x);
+        }
       }
     }
+  }
+};
+
+// Factors of a tile's values are over a power of two, of the whole block, that keeps weights times them within a half.
+struct TileFactors {
+  float unit = 1.0f, inverse = 1.0f;
+  float cap = 0.0f;  // factors up to here do
+
+  __device__ __forceinline__ bool fits(float factor) const {
+    return !(isfinite(factor) && fabsf(factor) > cap);
+  }
+
+  // Another power of two, for the factors that threads 0 to 63 have, which they put in `side`. Returns what sums are multiplied by.
+  __device__ __forceinline__ float grow(float* side, float factor) {
+    const int lane = threadIdx.x % 32;
+    if (threadIdx.x < TILE_KEYS) {
+      side[threadIdx.x] = isfinite(factor) ? fabsf(factor) : 0.0f;
+    }
+    __syncthreads();
+    const float before = unit;
+    tile_unit(prefill_warp_top(fmaxf(side[lane], side[32 + lane])), unit, inverse);
+    cap = 2.0f * unit;
+    __syncthreads();
+    if (threadIdx.x < TILE_KEYS) {
+      side[threadIdx.x] = factor * inverse;
+    }
+    __syncthreads();
+    return before * inverse;
   }
 };
 
@@ -177,10 +201,12 @@ __device__ __forceinline__ void tile_settle(
   __syncthreads();
 }
 
-template <int D, bool NORM, bool BIAS, bool VSCALE, typename Keys, typename Values, typename Q, typename N, typename C, typename S, typename O>
+template <
+    int D, bool NORM, bool BIAS, bool VSCALE, bool TURN, typename Keys, typename Values, typename Q, typename N, typename C, typename S,
+    typename O>
 __device__ __forceinline__ void prefill_tiles(
-    const Q* q, const float* scale, const int* dims, const int* start, const N* k_norm, const C* k_bias, const S* v_scale, O* out, float* lse,
-    Keys keys, Values values) {
+    const Q* q, const float* scale, const int* dims, const int* start, const N* k_norm, const C* k_bias, const S* v_scale,
+    const float* rotation, O* out, float* lse, Keys keys, Values values) {
   using Plan = TilePlan<D, Keys, Values>;
   constexpr bool OWN = NORM || BIAS;  // keys have factors of their own: scores are scaled before the maximum
   char* memory = tile_memory();
@@ -251,6 +277,7 @@ __device__ __forceinline__ void prefill_tiles(
   TileSums<D> sums[2];
   sums[0].clear();
   sums[1].clear();
+  TileFactors factors;
 
   // Factors of the next tile's keys wait in registers: thread j and thread 64 + j are key j's.
   N next_norm{};
@@ -278,19 +305,26 @@ __device__ __forceinline__ void prefill_tiles(
   for (int t = 0; t < tiles; t++) {
     const int base = begin + t * TILE_KEYS;
     float* side = sides + t % 2 * (3 * TILE_KEYS);
+    const float value_factor = VSCALE ? float(next_scale) : 1.0f;
     if (threadIdx.x < TILE_KEYS) {
       if (NORM || BIAS) {
         side[threadIdx.x] = factor * (NORM ? float(next_norm) : 1.0f);
       }
       if (VSCALE) {
-        side[2 * TILE_KEYS + threadIdx.x] = float(next_scale);
+        side[2 * TILE_KEYS + threadIdx.x] = value_factor * factors.inverse;
       }
     } else if (OWN) {
       side[threadIdx.x] = BIAS ? float(next_bias) * PREFILL_LOG2E : 0.0f;
     }
     tile_wait();
     tile_publish();
-    __syncthreads();
+    if (!VSCALE) {
+      __syncthreads();
+    } else if (__syncthreads_or(!factors.fits(value_factor))) {
+      const float by = factors.grow(side + 2 * TILE_KEYS, value_factor);
+      sums[0].scale(by, by);
+      sums[1].scale(by, by);
+    }
     if (t + 1 < tiles) {
       fetch(t + 1);
     }
@@ -319,7 +353,7 @@ __device__ __forceinline__ void prefill_tiles(
       }
       sums[m].weigh(s[m], OWN ? 1.0f : factor);
       if (VSCALE) {
-        sums[m].take(s[m], reinterpret_cast<const float2*>(side + 2 * TILE_KEYS + column));
+        sums[m].take(s[m], reinterpret_cast<const float2*>(side + 2 * TILE_KEYS + column), whole);
       }
     };
 #ifdef TILE_GROUP
@@ -347,28 +381,45 @@ __device__ __forceinline__ void prefill_tiles(
   }
   tile_wait();
 
+  // Where a row's result is, or nothing.
+  const auto place = [&](int m, int h) {
+    const int row = row0 + own + 64 * m + 8 * h;
+    return row < rows ? out + ((q_head + row % group) * queries + row / group) * D + column : nullptr;
+  };
 #pragma unroll
   for (int m = 0; m < 2; m++) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float sum = sums[m].total[h] + __shfl_xor_sync(PREFILL_ALL, sums[m].total[h], 1);
       sum += __shfl_xor_sync(PREFILL_ALL, sum, 2);
-      const int r = own + 64 * m + 8 * h, row = row0 + r;
-      if (row < rows) {
-        const bool none = sum == 0.0f || ranges[r].low >= ranges[r].high;
-        const size_t out_row = (q_head + row % group) * queries + row / group;
-        if (lane % 4 == 0) {
-          lse[out_row] = none ? -PREFILL_INF : (sums[m].top[h] - TILE_LIFT) * PREFILL_LN2 + logf(sum);
-        }
-        const float by = 1.0f / sum;
+      const int r = own + 64 * m + 8 * h;
+      const bool none = sum == 0.0f || ranges[r].low >= ranges[r].high;
+      O* to = place(m, h);
+      if (to != nullptr && lane % 4 == 0) {
+        lse[(to - out) / D] = none ? -PREFILL_INF : (sums[m].top[h] - TILE_LIFT) * PREFILL_LN2 + logf(sum);
+      }
+      const float by = 1.0f / sum;
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-          const float x = sums[m].o[n][2 * h] * by * sums[m].unit * values.unit;
-          const float y = sums[m].o[n][2 * h + 1] * by * sums[m].unit * values.unit;
-          tile_store(out + out_row * D + 8 * n + column, none ? 0.0f : x, none ? 0.0f : y);
+      for (int n = 0; n < D / 8; n++) {
+        float& x = sums[m].o[n][2 * h];
+        float& y = sums[m].o[n][2 * h + 1];
+        x = none ? 0.0f : x * by * factors.unit * values.unit;
+        y = none ? 0.0f : y * by * factors.unit * values.unit;
+        if (!TURN && to != nullptr) {
+          tile_store(to + 8 * n, x, y);
         }
       }
     }
+  }
+  if (TURN) {
+    static_assert(4 * D * D <= Plan::SIDES, "R has the place of tiles");
+    tile_stage_turn<D>(rotation, memory);
+    tile_turn<D>(sums[0].o, sums[1].o, memory, lane, [&](int m, int h, int d, float x, float y) {
+      O* to = place(m, h);
+      if (to != nullptr) {
+        tile_store(to + d, x, y);
+      }
+    });
   }
 }
 
