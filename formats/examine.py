@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 
 import blake3
 
@@ -38,7 +37,7 @@ PREFIX = b'{"__metadata__":{"format":"kvtool","header_blake3":"'
 DIGEST_AT = 8 + len(PREFIX)
 _TOKENS = re.compile(r'"tokens":\{"blake3":"[0-9a-f]{64}","ids":\[([0-9,]*+)\]\}')
 _ENTRY = 320  # bytes that a tensor of the header takes
-ENCODINGS = ("none", "zstd")
+ENCODINGS, DTYPES = ("none", "zstd"), tuple(ITEM_BYTES)
 # The most that a zstd payload may expand; the writer stores raw what would expand more.
 MAX_EXPANSION = 1024
 
@@ -187,16 +186,17 @@ def _tensor(name: str, node: Node, entry: Entry | None, header_bytes: int) -> Te
         raise LayoutError(f"tensor name {name[:80]!r} is not allowed")
     if entry is None:
         raise node.fail("the file has no such tensor")
+    # In the order of TensorInfo's fields.
     info = TensorInfo(
-        name=name,
-        dtype=node.key("dtype").choice(tuple(ITEM_BYTES)),
-        shape=tuple(n.integer(0, 1 << 48) for n in islice(node.key("shape").elements(), 33)),
-        bytes=node.key("bytes").integer(),
-        stored=node.key("stored").integer(),
-        padded=entry.end - entry.begin,
-        offset=header_bytes + entry.begin,
-        encoding=node.key("encoding").choice(ENCODINGS),
-        blake3=node.key("blake3").digest(),
+        name,
+        node.key("dtype").choice(DTYPES),
+        tuple(node.key("shape").integers(0, 1 << 48, 33)),
+        node.key("bytes").integer(),
+        node.key("stored").integer(),
+        entry.end - entry.begin,
+        header_bytes + entry.begin,
+        node.key("encoding").choice(ENCODINGS),
+        node.key("blake3").digest(),
     )
     if len(info.shape) > 32:
         raise LayoutError(f"tensor {name!r}: more than 32 dimensions")

@@ -195,11 +195,19 @@ def _role_json(role: Role) -> dict[str, JSON]:
 class Node:
     """A JSON value with the path it stands at; the accessors raise ManifestError naming that path."""
 
-    __slots__ = ("path", "value")
+    __slots__ = ("_above", "_step", "value")
 
-    def __init__(self, value: JSON, path: str = "$") -> None:
+    def __init__(self, value: JSON, above: "Node | None" = None, step: str | int = "$") -> None:
         self.value = value
-        self.path = path
+        self._above = above
+        self._step = step
+
+    @property
+    def path(self) -> str:
+        """Made when it is asked for: a sound file has thousands of values, and none to be named."""
+        if self._above is None:
+            return str(self._step)
+        return f"{self._above.path}[{self._step}]" if isinstance(self._step, int) else f"{self._above.path}.{self._step}"
 
     def fail(self, what: str) -> ManifestError:
         return ManifestError(f"{self.path}: {what}")
@@ -210,16 +218,16 @@ class Node:
         return self.value
 
     def key(self, name: str) -> "Node":
-        members = self.members()
+        members = self.value if type(self.value) is dict else self.members()
         if name not in members:
             raise self.fail(f"field {name!r} is missing")
-        return Node(members[name], f"{self.path}.{name}")
+        return Node(members[name], self, name)
 
     def members(self) -> dict[str, JSON]:
         return self._is(dict, "an object")
 
     def items(self) -> Iterator[tuple[str, "Node"]]:
-        return ((name, Node(value, f"{self.path}.{name}")) for name, value in self.members().items())
+        return ((name, Node(value, self, name)) for name, value in self.members().items())
 
     def texts(self) -> dict[str, str]:
         """An object of strings, as it is."""
@@ -231,7 +239,7 @@ class Node:
         return self._is(list, "a list")
 
     def elements(self) -> Iterator["Node"]:
-        return (Node(value, f"{self.path}[{i}]") for i, value in enumerate(self.raw_elements()))
+        return (Node(value, self, i) for i, value in enumerate(self.raw_elements()))
 
     def text(self, pattern: re.Pattern[str] | None = None) -> str:
         text = self._is(str, "a string")
@@ -243,16 +251,24 @@ class Node:
         return self.text(_HEX)
 
     def choice(self, choices: tuple[str, ...]) -> str:
-        text = self._is(str, "a string")
+        text = self.value if type(self.value) is str else self._is(str, "a string")
         if text not in choices:
             raise self.fail(f"must be one of {', '.join(choices)}, but is {_show(text)}")
         return text
 
     def integer(self, low: int = 0, high: int = (1 << 63) - 1) -> int:
-        number = self._is(int, "an integer")
+        number = self.value if type(self.value) is int else self._is(int, "an integer")
         if not low <= number <= high:
             raise self.fail(f"must be in {low} .. {high}, but is {number}")
         return number
+
+    def integers(self, low: int = 0, high: int = (1 << 63) - 1, most: int | None = None) -> list[int]:
+        """A list of integers, or the first of it: each as `integer`."""
+        numbers: list[int] = self.raw_elements()[:most]
+        for i, number in enumerate(numbers):
+            if type(number) is not int or not low <= number <= high:
+                Node(number, self, i).integer(low, high)
+        return numbers
 
     def number(self) -> float:
         if type(self.value) not in (int, float):
@@ -269,7 +285,7 @@ class Node:
         ends = self.raw_elements()
         if len(ends) != 2:
             raise self.fail(f"must have 2 numbers, but has {len(ends)}")
-        start, stop = (end.integer() for end in self.elements())
+        start, stop = self.integers()
         if start >= stop:
             raise self.fail(f"range [{start}, {stop}) is empty or reversed")
         return start, stop
@@ -428,6 +444,6 @@ def _segment(node: Node, codecs: int) -> Segment:
 def _state_array(node: Node) -> StateArray:
     return StateArray(
         dtype=node.key("dtype").choice(tuple(ITEM_BYTES)),
-        shape=tuple(size.integer() for size in node.key("shape").elements()),
+        shape=tuple(node.key("shape").integers()),
         tensor=node.key("tensor").text(),
     )

@@ -19,12 +19,8 @@ MAX_DEPTH = 32
 MAX_ELEMENTS = 1 << 22
 ALLOWANCE = 1 << 26  # bytes that reading may take whatever the input is: a sound file may be small beside its header
 MAX_DIGITS = 20  # of 0.00012345678901234567: no float in its shortest form has more in a row
-# Possessive: no backtracking, hence no stack of saved positions on a text of megabytes.
-_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _BLOCK = 1 << 16
-_LONG = 1 << 16
-# A thousand strings and what is before each: taking strings out makes an object of each piece that stays.
-_PIECES = re.compile(r'(?:[^"]*+"[^"\\]*+(?:\\.[^"\\]*+)*+"){1,1000}+', re.DOTALL)
+_PIECES = 1 << 13  # characters whose strings are taken out at a time: an object is made of each piece between quotes
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _DIGITS_TO_ZERO = bytes(ord("0") if chr(i) in "0123456789" else ord(" ") for i in range(256))
 _KEY = re.compile(r'"([^"\\]*+(?:\\.[^"\\]*+)*+)"(\s*+:)?+', re.DOTALL)
@@ -139,17 +135,15 @@ def scan(text: str, what: str, room: Room) -> int:
 
 
 def _bare(text: str) -> bytearray:
-    """A text without its strings."""
-    kept, at = bytearray(), 0
-    while (found := _PIECES.match(text, at)) is not None:
-        if found.end() - at > _LONG:
-            for string in _STRING.finditer(text, at, found.end()):
-                kept += text[at : string.start()].encode("utf-8", "replace")
-                at = string.end()
-        else:
-            kept += _STRING.sub("", found[0]).encode("utf-8", "replace")
-            at = found.end()
-    kept += text[at:].encode("utf-8", "replace")
+    """A text without its strings, as far as a parser comes: to a backslash outside of them, or to a string without an end."""
+    kept, before, within = bytearray(), "", 0
+    for start in range(0, len(text), _PIECES):
+        # Backslashes pair up from the left; one that is left over is about the next character, which may be the next block's.
+        block = (before + text[start : start + _PIECES]).replace("\\\\", "")
+        before = "\\" if block.endswith("\\") else ""
+        pieces = block[: len(block) - len(before)].replace('\\"', "").split('"')
+        kept += "".join(pieces[within::2]).encode("utf-8", "replace")
+        within = (within + len(pieces) - 1) % 2
     return kept
 
 

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 from formats.container import Reader, manifest_bytes, open_container, write_container
 from formats.errors import IncompatibleError, counted
 from formats.manifest import ITEM_BYTES, CacheInfo, LayerInput, Manifest, Tokens
+from formats.token_ids import TokenIds
 from kvtool.binding import Binding, bind, layer_sources, own_moments
 from kvtool.calibrations import Calibration, Shelf, is_calibrated, resolve, shelf_of
 from kvtool.capturing import Snapshot, vocabulary
@@ -376,7 +377,8 @@ class Archive:
 
     def check_tokens(self, model: LoadedModel) -> None:
         """Raise IncompatibleError where a token id lies outside the model's vocabulary."""
-        size, largest = vocabulary(model), max(self.tokens or (), default=0)
+        tokens = self.manifest.tokens
+        size, largest = vocabulary(model), 0 if tokens is None else int(TokenIds.of(tokens.ids).array.max(initial=0))
         if largest >= size:
             raise IncompatibleError(
                 f"holds token id {largest}, but {model.info.name} has ids 0 to {size - 1}",

@@ -1,8 +1,9 @@
 """Does a file fit a model: who computed it, what its layers are, how its keys are rotated. Every difference is named."""
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 
 from formats.container import Reader
 from formats.errors import IncompatibleError, ManifestError, counted
@@ -13,6 +14,7 @@ from kvtool.identity_config import config_digest, differences
 from kvtool.probe import CacheProbe
 from veloxquant_mlx.transfer.rope_spec import RopeSpec
 
+StoredRope = Callable[[int | None], RopeSpec | None]  # of a file, by its index
 OTHER_MODEL = "the file is of another model; kvtool explain says whether a map carries it over"
 
 
@@ -187,17 +189,18 @@ def check_ropes(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo, 
 def rope_problems(reader: Reader, probes: Sequence[CacheProbe], model: ModelInfo) -> Iterator[str]:
     """The layers, of tables that fit, whose keys are rotated otherwise than the model rotates them, with the fields that differ."""
     same_weights = model.weights is not None and reader.manifest.model.effective_weights == model.effective_weights
+    stored = cache(partial(rope_of, reader))  # all layers share one, most often
     for i, (layer, probe) in enumerate(zip(reader.manifest.layers, probes, strict=True)):
-        problem = _rope_difference(reader, layer, probe, same_weights)
+        problem = _rope_difference(stored, layer, probe, same_weights)
         if problem is not None:
             yield f"layer {i}: {problem}"
 
 
-def _rope_difference(reader: Reader, layer: CacheInfo, probe: CacheProbe, same_weights: bool) -> str | None:
+def _rope_difference(stored_at: StoredRope, layer: CacheInfo, probe: CacheProbe, same_weights: bool) -> str | None:
     for role, live in ((layer.k, probe.k), (layer.v, probe.v)):
         if role is None or live is None or not role.segments:
             continue
-        stored = rope_of(reader, role.rope)
+        stored = stored_at(role.rope)
         if live.rope_problem is not None:
             # Nothing to compare: the file has no description either, and only the very model that computed the keys can go on.
             if stored is not None:
@@ -205,11 +208,15 @@ def _rope_difference(reader: Reader, layer: CacheInfo, probe: CacheProbe, same_w
             if not same_weights:
                 return f"the model's rotation is not known ({live.rope_problem}), and the file is of other weights"
             continue
-        alike = stored == live.rope if stored is None or live.rope is None else stored.same_rotation(live.rope)
-        if not alike:
+        if not _alike(stored, live.rope):
             return rope_fields(stored, live.rope)
     pairs = zip(layer.caches, probe.caches, strict=True)
-    return next((text for text in (_rope_difference(reader, a, b, same_weights) for a, b in pairs) if text is not None), None)
+    return next((text for text in (_rope_difference(stored_at, a, b, same_weights) for a, b in pairs) if text is not None), None)
+
+
+@lru_cache(maxsize=64)  # of the layers of a model, most have the same
+def _alike(a: RopeSpec | None, b: RopeSpec | None) -> bool:
+    return a == b if a is None or b is None else a.same_rotation(b)
 
 
 def check_rows(path: str, layers: Sequence[CacheInfo], probes: Sequence[CacheProbe], length: int) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, make_prompt_cache
 
 from formats.errors import IncompatibleError
+from veloxquant_mlx.caches.families import named_modules
 from veloxquant_mlx.transfer.rope_angles import mlx_rope
 from veloxquant_mlx.transfer.rope_spec import RopeSpec, UnknownRope, describe_rope, is_rope
 
@@ -113,6 +114,7 @@ def probe_model(model: nn.Module) -> tuple[CacheProbe, ...]:
     return table
 
 
+_PLAIN = (bool, int, float, str, type(None))
 # By identity: nn.Module is a dict and has no hash of its own.
 _MEMO: dict[int, tuple[weakref.ref, tuple, tuple[CacheProbe, ...]]] = {}
 
@@ -124,8 +126,8 @@ def _forget(key: int, _: weakref.ref) -> None:
 def _fingerprint(model: nn.Module) -> tuple:
     """Everything that the table depends on, but for weights' values."""
     modules = []
-    for path, module in model.named_modules():
-        plain = tuple((k, v) for k, v in vars(module).items() if isinstance(v, bool | int | float | str | None))
+    for path, module in named_modules(model):
+        plain = tuple((k, v) for k, v in vars(module).items() if isinstance(v, _PLAIN))
         arrays = tuple((k, v.dtype, v.shape) for k, v in module.items() if isinstance(v, mx.array))
         modules.append((path, type(module), plain, arrays, _description(module) if is_rope(module) else None))
     return tuple(modules), tuple(_live_kind(cache) for cache in make_prompt_cache(model))

@@ -17,7 +17,7 @@ from tests.tiny_random import NOT_BUILT, VOCAB, build, build_file, file_config, 
 from veloxquant_mlx.caches import families, hook
 from veloxquant_mlx.caches.blocks import Block, CodedRows
 from veloxquant_mlx.caches.coded import CodedKVCache
-from veloxquant_mlx.caches.families import CODES, DECODED, PARTS, REFUSED, SINKS, family, layers, sink_files
+from veloxquant_mlx.caches.families import CODES, DECODED, PARTS, REFUSED, SINKS, family, layers, named_modules, sink_files
 from veloxquant_mlx.codecs import parse_codec
 
 FILES = model_files()
@@ -58,6 +58,7 @@ def test_layers_of_a_live_model(name: str) -> None:
         else:
             assert layer.attention == "decoded" and layer.reason
     assert sink_files(model) == SINKS & {name}
+    assert sorted((path, id(module)) for path, module in named_modules(model)) == sorted((p, id(m)) for p, m in model.named_modules())
 
 
 def coded_and_decoded(cache: KVCache | RotatingKVCache) -> CodedKVCache:

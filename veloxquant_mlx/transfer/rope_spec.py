@@ -8,7 +8,7 @@ A cached key is K = m * Rot(p * w) K_pre on the first `dims` of its D entries: p
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -188,6 +188,11 @@ def is_rope(module: Any) -> bool:
     name = type(module).__name__
     if name == "Attention":
         return hasattr(module, "_rope_freqs")
+    return _named_like_one(name)
+
+
+@cache  # a model has hundreds of modules of a few classes
+def _named_like_one(name: str) -> bool:
     return name in _READERS or name in _REFUSED or any(part in name.lower() for part in ("rope", "rotary", "nope"))
 
 
