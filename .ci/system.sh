@@ -17,11 +17,14 @@ have_redis() { command -v redis-server >/dev/null || command -v valkey-server >/
 have_chromium() { command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; }
 have_nginx() { command -v nginx >/dev/null || [ -x /usr/sbin/nginx ]; }
 have_clang() { [ "$(uname -sm)" != "Linux x86_64" ] || command -v clang-19 >/dev/null; }
+# Clang's sanitizers are a package of their own, which its package only recommends.
+have_sanitizers() { [ "$(uname -sm)" != "Linux x86_64" ] || ls /usr/lib/llvm-19/lib/clang/19/lib/*/libclang_rt.msan* >/dev/null 2>&1; }
 
 check() {
   missing=
   [ "$extra" != cpu ] || have_openblas || missing="$missing libopenblas0-pthread"
   have_clang || missing="$missing clang-19"
+  have_sanitizers || missing="$missing libclang-rt-19-dev"
   have_redis || missing="$missing redis-server"
   have_chromium || missing="$missing chromium"
   ! arm_wanted || command -v aarch64-linux-gnu-g++ >/dev/null || missing="$missing g++-aarch64-linux-gnu"
@@ -46,6 +49,7 @@ for package in $missing; do
     qemu-user) note "no emulator of aarch64; the tests then skip NEON" "$package" ;;
     chromium) note "no chromium; the tests then skip the page of the service" "$package" ;;
     redis-server) note "no redis-server; the tests then skip stores on Redis and Valkey" "$package" ;;
+    libclang-rt-19-dev) note "no sanitizers of clang 19; the tests then skip the native back end under them" "$package" ;;
     clang-19) note "clang 19 not found; the tests then skip the Metal kernels" "$package" ;;
   esac
 done

@@ -2,6 +2,7 @@
 
 import platform
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +50,16 @@ def for_arm(root: Path, name: str) -> list[str]:
     return [str(program)] if NATIVE_ARM else [EMULATOR, str(program)]
 
 
+def has_sanitizers(compiler: str) -> bool:
+    resources = subprocess.run([compiler, "-print-resource-dir"], check=True, capture_output=True, text=True).stdout.strip()
+    return any(Path(resources).glob("lib/*/libclang_rt.msan*"))
+
+
 def sanitized(root: Path, name: str, compiler: str, options: tuple[str, ...] = ADDRESSES) -> list[str]:
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
+    if compiler.startswith("clang") and not has_sanitizers(compiler):
+        pytest.skip(f"no sanitizers of {compiler} (Debian: libclang-rt-19-dev)")
     folder = root / f"{compiler}{'' if options == ADDRESSES else '-unwritten'}"
     return [str(build(folder, compiler, "X86", ["baseline", "avx2", "avx512"], *options, name=name))]
 
