@@ -30,6 +30,7 @@ ROPES = (
     RopeSpec("a", 64, "interleaved", base=1e6, magnitude=1.25),
     RopeSpec("a", 20, base=1e4, first=6),
     RopeSpec("a", 48, "interleaved", base=1e4, first=16),
+    RopeSpec("a", 32, base=1e4, first=16),
 )
 
 

@@ -75,12 +75,38 @@ void undo(const Input& in, const float* cos, float* x) {
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define KVTOOL_UNDO_AT_ONCE
+// A row whose rotated entries are half-split and whole vectors, undone as it is read: `read_row` and `undo` in one pass.
+template <class F>
+inline __attribute__((always_inline)) void read_undone(const Input& in, const float* cos, int dim, float* out, F vector) {
+  const int half = in.undo.half, first = in.rope_first;
+  const float* sin = cos + half;
+  for (int i = 0; i < first; i += W) store(out + i, vector(i));
+  for (int i = 0; i < half; i += W) {
+    const V u = vector(first + i), v = vector(first + half + i), c = load(cos + i), s = load(sin + i);
+    store(out + first + i, (u * c + v * s) * in.ratio), store(out + first + half + i, (v * c - u * s) * in.ratio);
+  }
+  for (int i = first + 2 * half; i < dim; i += W) store(out + i, vector(i));
+}
+#endif
+
 // A row of floats before RoPE, padded with zeros to a multiple of 16.
 inline __attribute__((always_inline)) void read_row(const Input& in, int head, int64_t at, int dim, float* out) {
   const uint8_t* row = in.data + head * in.head + at * in.row;
   const float* floats = reinterpret_cast<const float*>(row);
   const uint16_t* words = reinterpret_cast<const uint16_t*>(row);
   const int whole = dim / W * W, width = padded(dim);
+#if defined(KVTOOL_UNDO_AT_ONCE)
+  if (in.undo.pages && !in.interleaved && in.rope_first % W == 0 && in.undo.half % W == 0 && dim % W == 0) {
+    const float* cos = angles_of(in.undo, at);
+    if (in.type == Type::FLOAT32) read_undone(in, cos, dim, out, [=](int i) { return load(floats + i); });
+    else if (in.type == Type::FLOAT16) read_undone(in, cos, dim, out, [=](int i) { return load_half(words + i); });
+    else read_undone(in, cos, dim, out, [=](int i) { return load_bfloat(words + i); });
+    for (int i = dim; i < width; i++) out[i] = 0;
+    return;
+  }
+#endif
   int i = 0;
   if (in.type == Type::FLOAT32) {
     for (; i < whole; i += W) store(out + i, load(floats + i));
@@ -379,6 +405,18 @@ bool code_rows(const RotatedCoding& c, const float* mean, const float* signs, in
   return true;
 }
 
+}  // namespace
+}  // namespace KVTOOL_INSIDE
+}  // namespace kvtool
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include "abreast.hpp"
+#endif
+
+namespace kvtool {
+namespace KVTOOL_INSIDE {
+namespace {
+
 template <int DIM>
 bool rotated_rows(const RotatedCoding& c, int head, int from, int count, Loss& loss) {
   constexpr int ROWS = DIM ? ABREAST : 1;
@@ -389,6 +427,11 @@ bool rotated_rows(const RotatedCoding& c, int head, int from, int count, Loss& l
   for (int i = 0; c.mean && i < dim; i++) mean[i] = bfloat(c.mean[head * int64_t(dim) + i]);
   bool fine = true;
   int t = from;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (DIM > 0)
+    if (codes_abreast(c))
+      for (; t + W <= stop; t += W) fine &= code_abreast<DIM>(c, mean, signs, head, t, loss);
+#endif
   for (; t + ROWS <= stop; t += ROWS) fine &= code_rows<DIM, ROWS>(c, mean, signs, head, t, rows, loss);
   for (; t < stop; t++) fine &= code_rows<DIM, 1>(c, mean, signs, head, t, rows, loss);
   return fine;
