@@ -89,11 +89,19 @@ def phases(positions: np.ndarray, frequencies: np.ndarray) -> Phases:
         high, index = np.arange(lowest, highest + 1), block - lowest
     else:
         high, index = np.unique(block, return_inverse=True)
-    tables = []
-    for at in (high * LOW, np.arange(LOW)):
-        angles = np.multiply.outer(at.astype(np.float64), frequencies)
-        tables.append(np.concatenate([np.cos(angles), np.sin(angles)], axis=1))
-    return tables[0], tables[1], index.astype(np.int32), (positions % LOW).astype(np.int32)
+    # Cosines take long: a block's are products of two themselves, whatever other blocks there are.
+    (coarse, above), (fine, within) = (np.unique(part, return_inverse=True) for part in (high // LOW, high % LOW))
+    blocks = _turns(coarse * LOW * LOW, frequencies)[above] * _turns(fine * LOW, frequencies)[within]
+    tables = (np.concatenate([z.real, z.imag], axis=1) for z in (blocks, _turns(np.arange(LOW), frequencies)))
+    return *tables, index.astype(np.int32), (positions % LOW).astype(np.int32)
+
+
+def _turns(positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """e^(i p w), complex (positions, frequencies)."""
+    angles = np.multiply.outer(positions.astype(np.float64), frequencies)
+    turns = np.empty(angles.shape, np.complex128)
+    turns.real, turns.imag = np.cos(angles), np.sin(angles)
+    return turns
 
 
 def pages(tables: Tables | None) -> tuple[list[np.ndarray], int] | None:

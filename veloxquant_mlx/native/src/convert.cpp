@@ -53,11 +53,43 @@ void to_whole_rows(const Rows& rows, int head, int from, int count, float* out) 
   }
 }
 
+#if defined(KVTOOL_DECODES_AT_ONCE)
+// The same of a row that fits half at a time.
+template <int VECTORS>
+void to_two_halves(const Rows& rows, int head, int from, int count, float* out) {
+  constexpr int dim = 2 * VECTORS * W;
+  const float norm = 1 / __builtin_sqrtf(float(dim));
+  const float* mean = rows.mean ? rows.mean + int64_t(head) * dim : nullptr;
+  for (int t = 0; t < count; t++, out += dim) {
+    const uint16_t stored = static_cast<const uint16_t*>(rows.scale.at)[head * int64_t(rows.count) + from + t];
+    const float factor = bfloat(stored & 0x7fff) * norm;
+    V v[VECTORS];
+    butterflies<VECTORS>(out, v);
+    for (int i = 0; i < VECTORS; i++) store(out + W * i, v[i]);
+    butterflies<VECTORS>(out + dim / 2, v);
+    const auto ends = [&](auto centred) {
+      for (int i = 0; i < VECTORS; i++) {
+        const V a = load(out + W * i), b = v[i];
+        for (int j = i; j < 2 * VECTORS; j += VECTORS) {
+          V x = (j == i ? a + b : a - b) * (load(rows.signs + W * j) * factor);
+          if constexpr (decltype(centred)::value) x += load(mean + W * j);
+          store(out + W * j, x);
+        }
+      }
+    };
+    mean && stored < 0x8000 ? ends(Number<1>()) : ends(Number<0>());
+  }
+}
+#endif
+
 void rebuild(const Rows& rows, int head, int from, int count, float* x) {
   points(rows, head, from, count, x);
   if (rows.scale && rows.signs && rows.odd == 1) {
     if (rows.dim == 4 * W) return to_whole_rows<4>(rows, head, from, count, x);
     if (rows.dim == 8 * W) return to_whole_rows<8>(rows, head, from, count, x);
+#if defined(KVTOOL_DECODES_AT_ONCE)
+    if (rows.dim == 16 * W) return to_two_halves<8>(rows, head, from, count, x);
+#endif
   }
   to_rows(rows, head, from, count, x);
 }
@@ -69,8 +101,16 @@ void decode_typed(const Decoding& d, int head, int start, int stop) {
   const int dim = d.rows.dim, width = (dim + 15) / 16 * 16;
   for (int t = start; t < stop; t += TILE) {
     const int count = stop - t < TILE ? stop - t : TILE;
-    rebuild(d.rows, head, d.from + t, count, x);
     Stored* out = reinterpret_cast<Stored*>(d.out) + (int64_t(head) * d.count + t) * dim;
+#if defined(KVTOOL_DECODES_AT_ONCE)
+    // Rows of codes that stay as they are become so where they go.
+    if constexpr (T == Type::FLOAT32)
+      if (d.rows.type == Type::CODES && !d.angles.pages && width == dim) {
+        rebuild(d.rows, head, d.from + t, count, out);
+        continue;
+      }
+#endif
+    rebuild(d.rows, head, d.from + t, count, x);
     for (int i = 0; i < count; i++) {
       if (d.angles.pages) rotate_row(d, angles_of(d.angles, t + i), x + i * width);
       narrow<T>(x + i * width, dim, out + i * dim);

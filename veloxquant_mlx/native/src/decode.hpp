@@ -13,9 +13,23 @@ namespace kvtool {
 namespace KVTOOL_INSIDE {
 namespace {
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define KVTOOL_DECODES_AT_ONCE
+// 32 neighbouring codes of four bits as `Planes` takes them: bytes 4 i to 4 i + 3 of both halves are eight neighbours.
+inline Words spread_fours(const uint8_t* codes) {
+  const __m256i twice = _mm256_setr_epi8(
+      0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13, 2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15);
+  const __m256i x = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)codes)), twice);
+  return (Words)_mm256_blendv_epi8(x, _mm256_srli_epi16(x, 4), _mm256_set1_epi16(int16_t(0xff00)));
+}
+#endif
+
 template <int BITS, bool TABLE>
 void decode_codes(const Stage& stage, int head, int from, int count, int dim, bool add, float* out) {
   const Lookup<BITS> lookup(stage.table);
+#if defined(KVTOOL_DECODES_AT_ONCE)
+  const Planes planes(BITS == 4 ? stage.table : nullptr);
+#endif
   const int width = padded(dim), bytes = (dim * BITS + 7) / 8;
   uint8_t last[MAX_DIM + 2 * SLACK];
   for (int t = 0; t < count; t++, out += width) {
@@ -25,7 +39,16 @@ void decode_codes(const Stage& stage, int head, int from, int count, int dim, bo
       memcpy(last, codes, bytes);
       codes = last;
     }
-    for (int i = 0; i < width; i += W) {
+    int i = 0;
+#if defined(KVTOOL_DECODES_AT_ONCE)
+    if constexpr (BITS == 4)
+      for (; i + 32 <= width; i += 32) {
+        V x[4];
+        planes.values<0>(spread_fours(codes + i / 2), x);
+        for (int j = 0; j < 4; j++) store(out + i + j * W, add ? load(out + i + j * W) + x[j] : x[j]);
+      }
+#endif
+    for (; i < width; i += W) {
       const V x = lookup.template vector<TABLE>(codes, i / W);
       store(out + i, add ? load(out + i) + x : x);
     }
@@ -155,17 +178,19 @@ void to_rows(const Rows& rows, int head, int from, int count, float* out) {
   for (int t = 0; t < count; t++, out += width) {
     const float stored = rows.scale ? one_of(rows.scale, head * int64_t(rows.count) + from + t) : 1;
     const float scale = rows.scale.wide ? stored : __builtin_fabsf(stored), factor = scale * norm;
-    const float centred = rows.mean && !__builtin_signbit(stored) ? 1 : 0;
+    const float* mean = rows.mean && !__builtin_signbit(stored) ? rows.mean + int64_t(head) * dim : nullptr;
     if (rows.signs) transform(rows, out);
-    const float* mean = rows.mean ? rows.mean + int64_t(head) * dim : nullptr;
     int i = 0;
     for (; i + W <= dim; i += W) {
       V x = load(out + i) * factor;
       if (rows.signs) x *= load(signs + i);
-      if (mean) x += load(mean + i) * centred;
+      if (mean) x += load(mean + i);
       store(out + i, x);
     }
-    for (; i < dim; i++) out[i] = out[i] * factor * (rows.signs ? signs[i] : 1) + (mean ? mean[i] * centred : 0);
+    for (; i < dim; i++) {
+      const float x = out[i] * factor * (rows.signs ? signs[i] : 1);
+      out[i] = mean ? x + mean[i] : x;
+    }
   }
 }
 
