@@ -51,7 +51,8 @@ def flash_prefill_attend(
         TypeError: another dtype, or an option that this function does not have.
 
     Error: products, softmax and sums in float32; one rounding of the output. On CUDA, where D is 64 or 128, q and k have one 16-bit
-        dtype, and v and the output 16 bits, weights are rounded to v's dtype: by 2^-11 of themselves at most, 2^-8 in bfloat16.
+        dtype, and v and the output 16 bits, weights are rounded to v's dtype: by 2^-11 of themselves at most, 2^-8 in bfloat16;
+        `out_rotation` is applied to about 16 bits of either factor.
     """
     name = "flash_prefill_attend"
     check_plain(name, q, k, v, scale, multiple=8)
