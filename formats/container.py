@@ -16,7 +16,7 @@ import os
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
@@ -42,7 +42,7 @@ from formats.examine import (
     tensor_json,
 )
 from formats.files import naming, opened
-from formats.header import MAX_HEADER, NUMPY, count, header_text, is_tensor_name, parse_entries, parse_json
+from formats.header import MAX_HEADER, NUMPY, Header, count, header_text, is_tensor_name, parse_entries, parse_json
 from formats.manifest import ITEM_BYTES, Manifest, parse, to_json
 from formats.strict_json import Room, dumps, loads
 
@@ -55,6 +55,7 @@ _MAX_WINDOW = 1 << 27
 _THREADED = 1 << 20  # bytes from which threads hash faster than one does
 _SMALL = 1 << 20  # bytes of tensors that may wait to be written, besides the largest
 AHEAD = 1 << 18  # bytes from which another thread's hashing is worth its hand-over
+_PIECE = 1 << 24  # bytes that such a thread hashes before it looks whether it is still wanted: a slow disk takes a second for them
 _READERS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)  # threads that hash
 
 
@@ -327,6 +328,7 @@ class Reader:
     Args:
         path: the file.
         like: `outline()` of a file whose header this one's may be alike.
+        ahead: begin to hash all tensors, as `verify_ahead` does, as soon as it is known where they lie: what they mean is read meanwhile.
     Attributes:
         alike: whether it was.
     """
@@ -338,22 +340,28 @@ class Reader:
     file_bytes: int
     header_bytes: int
 
-    def __init__(self, path: str | os.PathLike[str], like: Outline | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], like: Outline | None = None, *, ahead: bool = False) -> None:
         self.path = os.fspath(path)
-        with self._naming(), opened(self.path) as (fd, size):
-            found = examine(fd, size, like)
-            if found.problems:
-                raise found.problems[0]
-            # parse either gave the manifest or a problem.
-            assert found.manifest is not None
-            self.manifest = found.manifest
-            self.tensors = found.tensors
-            self.file_bytes = size
-            self.header_bytes, self.alike = found.header_bytes, found.alike
-            self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-        self._bytes = np.frombuffer(self._map, np.uint8)  # what arrays are views of
         self._threads: ThreadPoolExecutor | None = None
-        self._ahead: dict[str, Future[None]] = {}
+        self._ahead: dict[str, Future[str]] = {}
+        self._closed = False
+        try:
+            with self._naming(), opened(self.path) as (fd, size):
+                if size:
+                    self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+                    self._bytes = np.frombuffer(self._map, np.uint8)  # what arrays are views of
+                found = examine(fd, size, like, self._begin if ahead else None)
+                if found.problems:
+                    raise found.problems[0]
+        except BaseException:
+            self.close()
+            raise
+        # parse either gave the manifest or a problem.
+        assert found.manifest is not None
+        self.manifest = found.manifest
+        self.tensors = found.tensors
+        self.file_bytes = size
+        self.header_bytes, self.alike = found.header_bytes, found.alike
 
     def _naming(self) -> contextlib.AbstractContextManager[None]:
         check = f"kvtool check {shlex.quote(self.path)} names all that is wrong with it; copy it again, or export it again"
@@ -371,33 +379,48 @@ class Reader:
 
     def close(self) -> None:
         """Release the file; the mapping itself lives as long as an array that shows it."""
+        self._closed = True
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
             self._ahead.clear()
         if hasattr(self, "_bytes"):
             del self._bytes
-        try:
-            self._map.close()
-        except BufferError:  # an array shows it
-            self._bytes = np.frombuffer(self._map, np.uint8)
+        if hasattr(self, "_map"):
+            try:
+                self._map.close()
+            except BufferError:  # an array shows it
+                self._bytes = np.frombuffer(self._map, np.uint8)
 
     def verify_ahead(self, names: Sequence[str], threads: ThreadPoolExecutor | None = None) -> None:
-        """Begin to compare digests of tensors, in threads and in this order; `array` waits for that of the tensor it is asked for.
+        """Begin to hash tensors, in threads and in this order; `array` waits for that of the tensor it is asked for, and compares.
 
         Args:
             names: keys of `tensors` that will be asked for soon. Small ones are left to `array`.
             threads: the threads, which are the caller's to end; None for this reader's own.
         """
-        large = [self.tensors[name] for name in names if self.tensors[name].padded >= AHEAD]
+        wanted = (self.tensors[name] for name in names if name not in self._ahead)
+        self._hash_ahead([(info.name, info.offset, info.offset + info.padded) for info in wanted], threads)
+
+    def _begin(self, header: Header) -> None:
+        """Hash the tensors that a header lays out."""
+        self._hash_ahead([(name, header.size + entry.begin, header.size + entry.end) for name, entry in header.entries.items()])
+
+    def _hash_ahead(self, extents: Sequence[tuple[str, int, int]], threads: ThreadPoolExecutor | None = None) -> None:
+        large = [extent for extent in extents if extent[2] - extent[1] >= AHEAD]
         if large and threads is None:
             threads = self._threads = self._threads or verifying_threads()
-        for info in large:
+        for name, start, stop in large:
             assert threads is not None
-            self._ahead[info.name] = threads.submit(self.compare, info)
+            self._ahead[name] = threads.submit(self._digest, start, stop)
 
-    def compare(self, info: TensorInfo) -> None:
-        """Raise DigestError unless the stored bytes of a tensor have the digest that is recorded."""
-        check_digest(self._bytes, info)
+    def _digest(self, start: int, stop: int) -> str:
+        """The digest of bytes of the file."""
+        hasher = blake3.blake3()
+        for at in range(start, stop, _PIECE):
+            if self._closed:
+                raise CancelledError
+            hasher.update(self._bytes[at : min(at + _PIECE, stop)].data)
+        return hasher.hexdigest()
 
     def array(self, name: str, *, verify: bool = True) -> np.ndarray:
         """One tensor in its logical shape, read-only: a view of the mapped file, or decompressed if it is zstd.
@@ -414,7 +437,7 @@ class Reader:
         try:
             ahead = self._ahead.pop(name, None) if verify else None
             if ahead is not None:
-                ahead.result()
+                compare(self.tensors[name], ahead.result())
             return tensor_array(self._bytes, self.tensors[name], verify=verify and ahead is None)
         except KVError:
             with self._naming():
@@ -450,20 +473,28 @@ def verifying_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_READERS, "kvtool-verify")
 
 
-def open_container(path: str | os.PathLike[str]) -> Reader:
+def open_container(path: str | os.PathLike[str], *, ahead: bool = False) -> Reader:
     """Open a file; everything that the header can tell is checked, the tensors when they are read.
+
+    Args:
+        path: the file.
+        ahead: begin to hash all tensors at once, in threads: for a caller that will ask for them.
 
     Raises:
         KVError: what is wrong with the file.
         OSError: it cannot be read at all.
     """
-    return Reader(path)
+    return Reader(path, ahead=ahead)
 
 
 def check_digest(data: np.ndarray, info: TensorInfo, threads: int = 1) -> None:
     """Raise DigestError unless the stored bytes of a tensor have the digest that is recorded."""
     stored = data[info.offset : info.offset + info.padded]
-    digest = blake3.blake3(stored.data, max_threads=threads).hexdigest()
+    compare(info, blake3.blake3(stored.data, max_threads=threads).hexdigest())
+
+
+def compare(info: TensorInfo, digest: str) -> None:
+    """Raise DigestError unless a digest is the one that is recorded of a tensor."""
     if digest != info.blake3:
         raise DigestError(f"tensor {info.name!r} has digest {digest}, recorded is {info.blake3}")
 

@@ -6,7 +6,7 @@ proven whole, before any JSON is parsed. `open_container` raises the first probl
 
 import re
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import blake3
@@ -75,11 +75,12 @@ def outline(raw: bytes, manifest: Manifest, tensors: Mapping[str, TensorInfo]) -
     return Outline.of(raw, DIGEST_AT + 64, manifest, tensors)
 
 
-def examine(fd: int, size: int, like: Outline | None = None) -> Examination:
+def examine(fd: int, size: int, like: Outline | None = None, laid_out: Callable[[Header], None] | None = None) -> Examination:
     """Read and examine the header of an open file of `size` bytes. Raises nothing about its content; see `problems`.
 
     Args:
         like: of a header that this one may be alike; it is then read in a tenth of the time.
+        laid_out: called with what the header lays out, before its manifest is read, where nothing was wrong so far and it is not alike.
     """
     found = Examination()
     try:
@@ -105,6 +106,8 @@ def examine(fd: int, size: int, like: Outline | None = None) -> Examination:
         del obj
         if len(found.problems) == before:
             check_extents(header, size, found.problems, in_order=True)
+        if laid_out is not None and not found.problems:
+            laid_out(header)
         _read_manifest(header, found, size)
     except KVError as error:
         found.problems.append(error)

@@ -4,6 +4,7 @@ Every check here is about bytes and numbers; what the tensors mean is the manife
 file has been seen to be long enough for it.
 """
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -158,10 +159,7 @@ def _entry(name: str, value: Any) -> Entry | KVError:
 
 def count(shape: "tuple[int, ...] | list[int]") -> int:
     """The number of elements of a shape."""
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+    return math.prod(shape)
 
 
 def is_possible(shape: "tuple[int, ...] | list[int]") -> bool:

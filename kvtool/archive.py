@@ -461,13 +461,14 @@ def cast_note(casts: Sequence[str]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def open(path: str | os.PathLike[str], *, calibration: str | os.PathLike[str] | Calibration | None = None) -> Archive:
+def open(path: str | os.PathLike[str], *, calibration: str | os.PathLike[str] | Calibration | None = None, ahead: bool = False) -> Archive:
     """Open a file; reads its header alone.
 
     Args:
         path: the file.
         calibration: a calibration, or the file of one, that its codecs may need; others are looked for in the store.
+        ahead: begin to hash its tensors at once, in threads, for a load that follows.
     Raises:
         FormatError, IntegrityError: what is wrong with the file, by name.
     """
-    return Archive(open_container(path), shelf_of(calibration))
+    return Archive(open_container(path, ahead=ahead), shelf_of(calibration))

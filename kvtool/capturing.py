@@ -1,7 +1,8 @@
 """Capture: a prompt run through a model once, and its KV cache as a plain value."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,12 +171,28 @@ def token_ids(ids: Any) -> list[int]:
     return [int(t) for t in plain]
 
 
+# Tokenizer -> how many tokens it had, and its largest id and one.
+_IDS: "weakref.WeakKeyDictionary[Any, tuple[int, int]]" = weakref.WeakKeyDictionary()
+
+
 def vocabulary(model: LoadedModel) -> int:
     """Number of token ids that the tokenizer knows and the model can embed: an index past its table would read foreign memory."""
-    # By the largest id: a vocabulary may have gaps.
-    known = max(model.tokenizer.get_vocab().values(), default=-1) + 1
+    known = _ids_of(model.tokenizer)
     rows = getattr(getattr(model.model, "args", None), "vocab_size", None)
     return min(known, rows) if isinstance(rows, int) else known
+
+
+def _ids_of(tokenizer: Any) -> int:
+    """The largest id and one, as a vocabulary may have gaps. Kept while the tokenizer has as many tokens, where it says how many: its
+    dictionary is made anew whenever it is asked for, of a hundred thousand tokens in a tenth of a second."""
+    count = len(tokenizer) if isinstance(tokenizer, Sized) else None
+    kept = None if count is None else _IDS.get(tokenizer)
+    if kept is not None and kept[0] == count:
+        return kept[1]
+    ids = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if count is not None:
+        _IDS[tokenizer] = count, ids
+    return ids
 
 
 def check_ids(model: LoadedModel, ids: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ from kvtool.identity_cache import Sight, remembered
 from kvtool.identity_config import config_of, quantisation_of
 from kvtool.identity_sketch import sketch_of
 from kvtool.identity_tokenizer import digest_of_tokenizer, state_digest, template_digest
+from veloxquant_mlx.caches.families import named_modules
 
 BULKY = (".safetensors", ".gguf", ".bin", ".kv")  # no tokenizer's file
 
@@ -104,7 +105,7 @@ def check_live(model: nn.Module, info: ModelInfo) -> None:
     if quantisation != info.quantisation:
         before, now = ("none" if q is None else q["summary"] for q in (info.quantisation, quantisation))
         raise IncompatibleError(f"{info.name} was loaded with quantisation {before}, and has {now} now", hint="save it, and load that")
-    if info.adapter is None and any("lora_a" in module for module in model.modules()):
+    if info.adapter is None and any("lora_a" in module for _, module in named_modules(model)):
         raise IncompatibleError(f"{info.name} was loaded without an adapter, and has one now", hint="load it with adapter=")
 
 

@@ -47,7 +47,7 @@ def load(
     if plan is not None and (plan.lossless or plan.k.eager or plan.v.eager):
         raise ValueError(f"[load] live must be a codec that attention reads (rvq-N, tc-N, affine-N ...), but got {plan.spec()!r}.")
     if plan is None:
-        with open_archive(source, calibration=calibration) as archive:
+        with open_archive(source, calibration=calibration, ahead=True) as archive:
             return archive.load(model, decode=decode, mapped=mapped, allow_mismatch=allow_mismatch, progress=progress)
     with open_archive(source, calibration=calibration) as archive:
         archive.check(model, allow_mismatch=allow_mismatch)

@@ -26,7 +26,7 @@ from formats.container import open_container
 from formats.errors import IncompatibleError
 from formats.manifest import CacheInfo, Role
 from kvtool.archive import Restored, SaveReport
-from kvtool.capturing import Snapshot
+from kvtool.capturing import Snapshot, vocabulary
 from kvtool.encoding import split_rows
 from kvtool.foreign import caches_from_prompt_cache
 from kvtool.model import LoadedModel
@@ -632,6 +632,26 @@ def test_a_vocabulary_with_gaps(tmp_path: Path) -> None:
             return {"a": 0, "b": 90}
 
     assert kvtool.capture(replace(model, tokenizer=Gaps()), [90, 3]).length == 2
+
+
+def test_a_vocabulary_is_read_once_until_it_grows() -> None:
+    class Counted:
+        def __init__(self) -> None:
+            self.tokens, self.read = {"a": 0, "b": 7}, 0
+
+        def __len__(self) -> int:
+            return len(self.tokens)
+
+        def get_vocab(self) -> dict[str, int]:
+            self.read += 1
+            return dict(self.tokens)
+
+    tokenizer, other = Counted(), Counted()
+    model = replace(tiny("llama"), tokenizer=tokenizer)
+    assert [vocabulary(model) for _ in range(3)] == [8, 8, 8] and tokenizer.read == 1
+    tokenizer.tokens["c"] = 9
+    assert vocabulary(model) == vocabulary(model) == 10 and tokenizer.read == 2
+    assert vocabulary(replace(model, tokenizer=other)) == 8 and other.read == 1
 
 
 def test_caches_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from formats.alike import Outline
-from formats.container import Reader, check_digest
+from formats.container import Reader
 from formats.errors import KVError
-from formats.examine import TensorInfo
 from formats.header import MAX_HEADER
 from kvtool.store.objects import Missing
 
@@ -89,9 +88,9 @@ class Arriving(Reader):
         coming.wait(min(header, coming.size) if header <= MAX_HEADER else 8)
         super().__init__(coming.path, like)
 
-    def compare(self, info: TensorInfo) -> None:
-        self._coming.wait(info.offset + info.padded)
-        check_digest(self._bytes, info)
+    def _digest(self, start: int, stop: int) -> str:
+        self._coming.wait(stop)
+        return super()._digest(start, stop)
 
     def array(self, name: str, *, verify: bool = True) -> np.ndarray:
         info = self.tensors[name]

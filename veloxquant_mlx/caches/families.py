@@ -147,7 +147,7 @@ def layers(model: nn.Module, caches: Sequence[Any] | None = None) -> list[Layer]
     """
     caches = make_prompt_cache(model) if caches is None else caches
     files = [_files(layer) for layer in model.layers]
-    plain = _plain(model)
+    plain = _plain(model) if any(names & PLAIN_IF.keys() for names in files) else frozenset()
     if len(files) != len(caches):
         files = [frozenset().union(*files)] * len(caches)
     return [_layer(names, plain, type(cache)) for names, cache in zip(files, caches, strict=True)]
