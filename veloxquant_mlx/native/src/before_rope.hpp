@@ -131,21 +131,24 @@ struct Sums {
 
 // What a head's rows of a codec that rotates have in common: the mean in front of the last stage, and the least unit that it is divided by.
 struct Mean {
+  static V magnitude(V x) { return (V)((VI)x & 0x7fffffff); }
   alignas(64) float of[MAX_DIM];
   float least = 1e-37f;
 
   Mean(const Rows& rows, int head) {
-    const int half = rows.dim / 2;
-    for (int d = 0; d < half; d++) {
-      const float* mean = rows.mean + int64_t(head) * rows.dim + d;
-      const float a = rows.mean ? mean[0] * rows.signs[d] : 0, b = rows.mean ? mean[half] * rows.signs[d + half] : 0;
-      of[d] = (a + b) / 2, of[half + d] = (a - b) / 2;
+    const int half = rows.dim / 2;  // whole vectors
+    const float *mean = rows.mean ? rows.mean + int64_t(head) * rows.dim : nullptr, *signs = rows.signs;
+    V most{};
+    for (int d = 0; d < half; d += W) {
+      V a{}, b{};
+      if (mean) a = load(mean + d) * load(signs + d), b = load(mean + half + d) * load(signs + half + d);
+      const V sum = (a + b) * 0.5f, difference = (a - b) * 0.5f;
+      store(of + d, sum), store(of + half + d, difference);
+      const V larger = magnitude(sum) > magnitude(difference) ? magnitude(sum) : magnitude(difference);
+      most = larger > most ? larger : most;
     }
     // Points are lost beside 2^60 times as much, whatever their size; the quotient stays finite.
-    for (int d = 0; d < rows.dim; d++) {
-      const float size = __builtin_fabsf(of[d]) * 0x1p-60f;
-      if (size > least) least = size;
-    }
+    for (int i = 0; i < W; i++) least = most[i] * 0x1p-60f > least ? most[i] * 0x1p-60f : least;
   }
 };
 

@@ -295,7 +295,8 @@ class Call {
     // Heads of one chunk share its angles; there must be pieces enough for all threads.
     const int together = int(std::clamp<int64_t>(heads_ * pieces / (4 * threads.threads()), 1, heads_));
     for (size_t i = 0; i < problems_.size(); i++) {
-      const Problem& p = problems_[i];
+      Problem& p = problems_[i];
+      p.ahead = p.chunk * std::max(1, threads.threads() / ((heads_ + together - 1) / together));
       scratch = std::max(scratch, p.values.mix ? now.attend_components_scratch(p) : now.attend_scratch(p));
       for (int chunk = 0; chunk < p.chunks; chunk++)
         for (int head = 0; head < (p.values.mix ? 1 : heads_); head += together) items.push_back({&p, chunk, head});

@@ -204,16 +204,30 @@ void sums_with(
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
+// Of sums as `sums_with` finds them, entries within queries, those of each query: two queries' four entries, of one query all, or of four
+// queries two entries that are two apart.
+inline void by_query(V (&)[1]) {}
+inline void by_query(V (&x)[2]) {
+  const __m256 a = (__m256)x[0], b = (__m256)x[1];
+  x[0] = (V)_mm256_permute2f128_ps(a, b, 0x20), x[1] = (V)_mm256_permute2f128_ps(a, b, 0x31);
+}
+inline void by_query(V (&x)[4]) {
+  const __m256 a = (__m256)x[0], b = (__m256)x[1], c = (__m256)x[2], d = (__m256)x[3];
+  const __m256 even = _mm256_unpacklo_ps(a, b), other = _mm256_unpacklo_ps(c, d), odd = _mm256_unpackhi_ps(a, b), last = _mm256_unpackhi_ps(c, d);
+  x[0] = (V)_mm256_permute2f128_ps(even, other, 0x20), x[1] = (V)_mm256_permute2f128_ps(odd, last, 0x20);
+  x[2] = (V)_mm256_permute2f128_ps(even, other, 0x31), x[3] = (V)_mm256_permute2f128_ps(odd, last, 0x31);
+}
+
 // The same of 4-bit codes, for the 8 entries of words whose bytes are paired.
 template <int RB>
 void sums_with(
     const Planes& planes, const uint32_t* pairs, Matrix weights, int width, const float* fade, const float* extra, float* sums, int64_t row,
     Ahead& ahead) {
   constexpr int CB = W / RB;  // entries at a time
-  alignas(32) float found[RB][W];
+  V found[RB];
   unrolled<RB>([&](auto number) __attribute__((always_inline)) {
     // Every other entry of four, all of four, or all of eight.
-    constexpr int n = decltype(number)::value, FIRST = CB == 2 ? n / 2 * 4 + n % 2 : n * 4, APART = CB == 2 ? 2 : 1;
+    constexpr int n = decltype(number)::value, FIRST = CB == 2 ? n / 2 * 4 + n % 2 : n * 4;
     V sum[W] = {};
     for (int t = 0; t < width; t += 2 * W)
       unrolled<(CB + 1) / 2>([&](auto part) __attribute__((always_inline)) {
@@ -226,13 +240,11 @@ void sums_with(
             for (int j = 0; j < 2; j++) sum[r * CB + (CB == 2 ? j : m / 2 * 4 + 2 * j + upper)] += weight * x[2 * j + i];
           }
       });
-    alignas(32) float together[W];
-    store(together, KVTOOL_INSIDE::sums(sum));
-    for (int r = 0; r < RB; r++)
-      for (int j = 0; j < CB; j++) found[r][FIRST + j * APART] = together[r * CB + j];
+    found[n] = KVTOOL_INSIDE::sums(sum);
     ahead.next();
   });
-  for (int r = 0; r < RB; r++) store(sums + r * row, load(sums + r * row) * fade[r] + (load(found[r]) + extra[r]));
+  by_query(found);
+  for (int r = 0; r < RB; r++) store(sums + r * row, load(sums + r * row) * fade[r] + (found[r] + extra[r]));
 }
 #endif
 

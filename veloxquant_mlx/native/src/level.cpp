@@ -94,6 +94,28 @@ Ahead ahead_of(const Rows& rows, int head, int from, int count, int pieces) {
   return {at, at + count * stage.row, (count * stage.row / pieces + 63) / 64 * 64};
 }
 
+// The angles of a span from `token` on, while `calls` pieces of others are worked on.
+Ahead angles_ahead(const Problem& p, int token, int calls) {
+  const int left = p.count - token, count = left < p.span ? left : p.span;
+  if (count <= 0) return {};
+  const int64_t row = 8 * p.half;
+  const auto* at = reinterpret_cast<const uint8_t*>(p.angles) + token * row;
+  return {at, at + count * row, (count * row / calls + 63) / 64 * 64};
+}
+
+// What is by token beside a head's codes, asked for at once: it is little.
+void ask_for_sides(const Rows& rows, int head, int from, int count) {
+  auto ask = [&](Side side, int64_t numbers) {
+    const int64_t bytes = numbers * (side.wide ? 4 : 2);
+    const auto* at = static_cast<const uint8_t*>(side.at) + (int64_t(head) * rows.count + from) * bytes;
+    for (const uint8_t* end = at + count * bytes; at < end; at += 64) __builtin_prefetch(at, 0, 2);
+  };
+  if (rows.scale) ask(rows.scale, 1);
+  if (!rows.step || !rows.by_token) return;
+  const int groups = (rows.dim + rows.group - 1) / rows.group;
+  ask(rows.step, groups), ask(rows.zero, groups);
+}
+
 // scores[r][t] of codes as cached, straight from their words.
 void score_codes(const Problem& p, Span& span, const Turned* words, float* scratch, float* scores) {
   const Rows& keys = p.keys;
@@ -299,6 +321,9 @@ void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
     const int width = padded(span.count);
     if (rebuilt && in_registers(p)) turn_folded(p, span.token, span.count, turns);
     else if (rebuilt) turn_angles(p, span.token, span.count, turns);
+    const int next = span.token + p.span < end ? span.token + p.span : begin + p.ahead;
+    Ahead angles;
+    if (rebuilt) angles = angles_ahead(p, next, (last - first) * (p.span / (AT_ONCE * W) + values.dim / 4));
     for (span.head = first; span.head < last; span.head++) {
       const int head = span.head;
       float* sums = p.sums + (int64_t(head) * p.chunks + chunk) * R * p.dim_v;
@@ -306,6 +331,9 @@ void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
       float *total = most + R, *with_mean = most + 2 * R, *scale = rest, *centred = scale + span.wide;
       const int pieces = span.count / (in_registers(p) ? AT_ONCE * W : 64) + 1;
       span.ahead = ahead_of(values, head, p.v_from + span.token, span.count, pieces);
+      span.ahead.also = &angles;
+      ask_for_sides(values, head, p.v_from + span.token, span.count);
+      if (head + 1 < last) ask_for_sides(p.keys, head + 1, p.k_from + span.token, span.count);
       score(p, span, turns, rest, weights);
       if (values.scale) scales_of(values, head, p.v_from + span.token, span.count, scale, centred);
       for (int r = 0; r < R; r++) {
@@ -324,8 +352,9 @@ void attend(const Problem& p, int first, int last, int chunk, float* scratch) {
       }
       // What comes next are the keys of the next head, or of the next tokens.
       const bool more = head + 1 < last;
-      const int token = more ? span.token : span.token + p.span, left = p.count - token;
+      const int token = more ? span.token : next, left = p.count - token;
       span.ahead = ahead_of(p.keys, more ? head + 1 : first, p.k_from + token, left < p.span ? left : p.span, values.dim / 4);
+      span.ahead.also = &angles;
       if (values_in_lanes(values))
         add_codes(p, span, weights, fade, rest, sums);
       else

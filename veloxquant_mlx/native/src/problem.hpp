@@ -116,6 +116,7 @@ struct Problem {
   int rope_first, half;
   bool paired;        // rotated entries of q are in pairs; those of the keys are half-split
   int chunk, chunks;  // tokens of one, and how many
+  int ahead;          // tokens from the start of one to the start of that which the same thread most likely takes next
   float* turned;      // (H, padded_rows, dim)
   float* by_mean;     // (H, padded_rows)
   float* sums;        // (H, chunks, padded_rows, dim_v)

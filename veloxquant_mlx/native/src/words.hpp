@@ -19,8 +19,10 @@ inline void store_words(uint32_t* at, Words x) { memcpy(at, &x, sizeof x); }
 struct Ahead {
   const uint8_t *at = nullptr, *end = nullptr;
   int64_t piece = 0;
+  Ahead* also = nullptr;  // asked for in the same steps
 
   void next() {
+    if (also) also->next();
     for (const uint8_t* stop = end - at < piece ? end : at + piece; at < stop; at += 64) __builtin_prefetch(at, 0, 2);
   }
 };
@@ -68,7 +70,23 @@ void turn_narrow(const uint8_t* from, int count, uint32_t* out, int64_t width) {
   typedef uint32_t Word __attribute__((may_alias, aligned(1)));
   const Word* __restrict words = reinterpret_cast<const Word*>(from);
   uint32_t* __restrict to = out;
-  for (int t = 0; t < count; t++)
+  int t = 0;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (N == 4)
+    for (; t + W <= count; t += W) {
+      // Tokens 0 and 4, 1 and 5, ...: lanes need not change places afterwards.
+      const auto* rows = reinterpret_cast<const __m128i*>(from) + t;
+      __m256i x[4];
+      for (int i = 0; i < 4; i++)
+        x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(rows + i)), _mm_loadu_si128(rows + i + 4), 1);
+      const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpacklo_epi32(x[2], x[3]);
+      const __m256i c = _mm256_unpackhi_epi32(x[0], x[1]), d = _mm256_unpackhi_epi32(x[2], x[3]);
+      const __m256i turned[4] = {
+          _mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b), _mm256_unpacklo_epi64(c, d), _mm256_unpackhi_epi64(c, d)};
+      for (int k = 0; k < 4; k++) _mm256_storeu_si256((__m256i*)(to + k * width + t), turned[k]);
+    }
+#endif
+  for (; t < count; t++)
     for (int k = 0; k < N; k++) to[k * width + t] = words[N * t + k];
   for (int t = count; t < padded(count); t++)
     for (int k = 0; k < N; k++) to[k * width + t] = words[N * (count - 1) + k];
