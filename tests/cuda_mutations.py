@@ -33,7 +33,10 @@ CUDA_MUTATIONS = (
     ),
     Mutation("rabitq_hamming_score", "and for xor", "(a + i) ^ *reinterpret_cast", "(a + i) & *reinterpret_cast", ("d64",)),
     Mutation("rabitq_fused_attend", "hamming without xor", "x[w] ^ key.x[w]", "x[w] & key.x[w]", ("prime",)),
-    Mutation("rabitq_fused_attend", "decode: hamming without xor", "a[r].y ^ sign[x].y", "a[r].y & sign[x].y", ("decode: one step",)),
+    Mutation(
+        "rabitq_fused_attend", "decode: hamming of one side", "decode_count(c, ~a[2 * tile], ~a[2 * tile + 1], sign);", "",
+        ("decode: one step",),
+    ),
     Mutation(
         "rabitq_fused_attend", "decode: not rescaled", "scale(keep[0], keep[1]);", "scale(1.0f, 1.0f);", ("decode: scores that grow",),
     ),
@@ -42,13 +45,13 @@ CUDA_MUTATIONS = (
     Mutation("rabitq_encode", "zero is negative", "v[c][e] >= 0.0f", "v[c][e] > 0.0f", ("d128-integers",)),
     Mutation("rabitq_prefill_attend", "highest bit first", "(byte >> e) & 1", "(byte >> (7 - e)) & 1", ("one-query",)),
     Mutation(
-        "rabitq_prefill_attend", "tiles: signs of other bits", "minus << (15 - 2 * e) & 0x8000u", "minus << (14 - 2 * e) & 0x8000u",
-        ("tiles: two tiles",),
+        "rabitq_prefill_attend", "tiles: signs of other bits", "plus << (15 - 2 * e)", "plus << (14 - 2 * e)", ("tiles: two tiles",),
     ),
     Mutation(
         "rabitq_prefill_attend", "tiles: nibbles swapped", "tile_pair(low * inverse, high * inverse, T())",
         "tile_pair(high * inverse, low * inverse, T())", ("tiles: two tiles",),
     ),
+    Mutation("rabitq_prefill_attend", "tiles: factors of other keys", "factors[x / (D / 8)]", "factors[0]", ("tiles: factors",)),
     Mutation(
         "rabitq_prefill_attend", "tiles: not rescaled", "scale(keep[0], keep[1]);", "scale(1.0f, 1.0f);", ("tiles: scores that grow",),
     ),
@@ -121,6 +124,9 @@ class MutatedKernel(Kernel):
 
     def header(self, language: Language) -> str:
         return super().header(language).replace(self.old, self.new)
+
+    def included(self) -> str:
+        return self.header("cuda")
 
     def body(self, language: Language) -> str:
         return super().body(language).replace(self.old, self.new)

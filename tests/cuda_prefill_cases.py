@@ -137,6 +137,7 @@ PREFILL_CASES = (
     rabitq("factors", per_token("float16"), H=1),
     rabitq("factors beyond a half", lambda g, r: {"v_scale": floats(r, (1, 1, 150), "float32", 1e6), "out_dtype": mx.bfloat16}, H=1),
     rabitq("factors that grow", growing, H=1, S=300),
+    rabitq("factor not visible", lambda g, r: {"v_scale": at(np.ones((1, 1, 150), np.float32), np.s_[..., -1], np.nan)}, H=1),
     rabitq("not visible", rabitq_prefill.not_visible, H=1),
     rabitq("words", rabitq_prefill.words, H=1),
     rabitq("hadamard", lambda g, r: {"out_rotation": signs(r, 128)}, H=1),

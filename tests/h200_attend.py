@@ -30,7 +30,9 @@ SETS = 3  # of inputs in turn: no call finds its own in the cache
 # Lloyd-Max, Gaussian, 16 and 4 levels; rounding them does not matter here.
 LEVELS16 = [0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326]
 LEVELS4 = [0.4528, 1.5104]
-# Relative errors. Rounding the output to float16 makes 2e-4; entries of a table as halves, as much again, and those of keys change scores.
+SEED = 1
+# Relative errors. Rounding the output to float16 makes 2e-4; entries of a table as halves, as much again, and those of keys change scores:
+# of 96 draws of rvq's inputs the median was 5.9e-4 and the largest 8.6e-4.
 LIMITS = {"rabitq_fused_attend": 5e-4, "turboquant_fused_rvq_decode_attend": 1e-3, "scalar_fused_decode_attend": 3e-4}
 SUMS = 8e-6  # of `sums`: 24 bits of scores up to 30; with codes in the lowest bits of halves 2e-5 to 5e-5
 Arguments = dict[str, Any]
@@ -194,6 +196,7 @@ def check(functions: list[str], rows_only: bool) -> int:
     report("kernels", f"not reached: {missing}" if missing else None)
     print(f"{len(rows)} rows, {failures} failed")
     for function in [] if rows_only else functions:
+        mx.random.seed(SEED)
         make = MAKERS[function]
         given = make(1, 70)
         want = getattr(metal, function)(**given)

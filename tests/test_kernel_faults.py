@@ -3,9 +3,11 @@
 Faults of the Metal text: tests/test_kernel_mutations.py. A wrong result counts, an exception of a broken definition does not.
 """
 
+import re
 import warnings
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -98,7 +100,8 @@ def test_planted_fault_is_in_what_mlx_builds(mutation: Mutation) -> None:
     built: list[str] = []
 
     def cuda_kernel(*, source: str, header: str, name: str, **_: object) -> Callable[..., list[mx.array]]:
-        built.append(f"{name}\0{header}\0{source}")
+        files = re.sub(r'#include "(.+)"\n', lambda found: Path(found[1]).read_text(encoding="utf-8"), header)
+        built.append(f"{name}\0{files}\0{source}")
         return lambda *, output_shapes, output_dtypes, **_: [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
 
     def texts() -> set[str]:

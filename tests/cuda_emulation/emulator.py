@@ -32,7 +32,7 @@ FUNCTION = re.compile(
 )
 # What warp.hpp has, and what it could not compile.
 REPLACED = ("decode_mma", "decode_transpose", "decode_columns", "decode_copy", "decode_commit", "decode_wait", "decode_exp2")
-REPLACED += ("decode_prefetch", "decode_arrived", "decode_meet", "decode_address", "decode_load")
+REPLACED += ("decode_count", "decode_prefetch", "decode_arrived", "decode_meet", "decode_address", "decode_load")
 REPLACED += ("decode_product", "decode_add_product", "decode_memory", "coded_short")
 BOUNDS = re.compile(r"#undef __global__\n#define __global__ [^\n]*\n")
 

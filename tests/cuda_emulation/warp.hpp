@@ -229,6 +229,18 @@ inline void decode_mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uin
   }
   emulated::warp();
 }
+inline void decode_count(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  const uint32_t given[3] = {a0, a1, b};
+  memcpy(emulated::slot(emulated::lane()), given, sizeof given);
+  emulated::warp();
+  const int g = emulated::lane() / 4, t = emulated::lane() % 4;
+  for (int i = 0; i < 4; i++) {
+    for (int k = 0; k < 4; k++) {
+      c[i] += __popc(emulated::slot(4 * g + k)[i / 2] & emulated::slot(4 * (2 * t + i % 2) + k)[2]);
+    }
+  }
+  emulated::warp();
+}
 inline uint32_t decode_transpose(uint32_t x) {
   *emulated::slot(emulated::lane()) = x;
   emulated::warp();

@@ -307,6 +307,7 @@ def _run(
     k_norm = options.k_norm if k_norm is None else k_norm
     unused = _zeros(mx.float32)
     query_rows = options.batch * options.heads * options.queries
+    out_shape = (query_rows, splits, options.dim) if two_passes else options.out_shape
     out, lse = cut.kernel(
         [
             q,
@@ -329,24 +330,24 @@ def _run(
         ],
         grid=(groups * cut.threads, splits, 1),
         threadgroup=(cut.threads, 1, 1),
-        output_shapes=[(query_rows, splits, options.dim), (query_rows, splits)],
+        output_shapes=[out_shape, out_shape[:-1]],
         output_dtypes=[mx.float32 if two_passes else out_dtype, mx.float32],
         shared_memory=cut.shared_memory,
     )
     if two_passes:
-        out, lse = merged(out, lse, options.rotation if rotated else None, out_dtype)
-    out, lse = out.reshape(options.out_shape), lse.reshape(options.out_shape[:3])
+        out, lse = merged(out, lse, options.rotation if rotated else None, out_dtype, options.out_shape)
     if not rotates:
         return finish(out, lse, options)
     return (out, lse) if options.lse else out
 
 
-def merged(parts: mx.array, lse: mx.array, rotation: mx.array | None, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Splits of rows merged, and the result times a matrix: (rows, D) of a dtype and (rows,).
+def merged(parts: mx.array, lse: mx.array, rotation: mx.array | None, dtype: mx.Dtype, shape: tuple[int, ...]) -> tuple[mx.array, mx.array]:
+    """Splits of rows merged, and the result times a matrix: of a dtype, and the log-sum-exp.
 
     Args:
         parts: (rows, splits, D) float32; lse: (rows, splits) float32.
         rotation: (D, D) float32, or None.
+        shape: of the result, (rows, D) or its rows along several axes.
     """
     rows, splits, dim = parts.shape
     kernel, template, threads = (_FINISH, [("D", dim)], dim)
@@ -357,7 +358,7 @@ def merged(parts: mx.array, lse: mx.array, rotation: mx.array | None, dtype: mx.
         template=template,
         grid=(rows * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(rows, dim), (rows,)],
+        output_shapes=[shape, shape[:-1]],
         output_dtypes=[dtype, mx.float32],
     )
     return out, lse

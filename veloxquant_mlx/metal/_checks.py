@@ -32,8 +32,9 @@ def check_array(function: str, name: str, array: Any, shape: Sequence[int | str]
         raise TypeError(message(function, name, one_of([_plain(d) for d in dtypes]), array.dtype))
     if shape is None:
         return
-    fits = array.ndim == len(shape) and all(isinstance(want, str) or want == have for want, have in zip(shape, array.shape, strict=True))
-    require(fits, function, name, shape_text(shape), array)
+    have = array.shape
+    if len(have) != len(shape) or any(want != got and not isinstance(want, str) for want, got in zip(shape, have, strict=True)):
+        raise ValueError(message(function, name, shape_text(shape), array))
 
 
 def check_int(function: str, name: str, value: Any, low: int, high: int | None = None) -> int:

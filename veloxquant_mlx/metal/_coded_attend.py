@@ -94,14 +94,15 @@ def coded_attend(
         check_array(NAME, "mask", mask, (1 if mask.shape[0] == 1 else heads, queries, count), (mx.bool_, mx.float32))
     turn = angles is not None and k.signs is not None
     q = _query(q, k, turn)
+    shape = (heads, queries, dim)
     if _coded_tiles.takes(k, v, angles is not None, mask is not None):
-        out, lse = merged(*_coded_tiles.tiles(q, k, v, rows, angles, splits), v.matrix, mx.float32)
+        out, lse = merged(*_coded_tiles.tiles(q, k, v, rows, angles, splits), v.matrix, mx.float32, shape)
     else:
         out, lse = _parts(q, k, v, rows, angles, mask, splits)
         if out.shape[1] > 1 or v.matrix is not None:
-            out, lse = merged(out, lse, v.matrix, mx.float32)
-    out = out.reshape(heads, queries, dim)
-    return (out if v.smooth is None else out * v.smooth[:, None]), lse.reshape(heads, queries)
+            out, lse = merged(out, lse, v.matrix, mx.float32, shape)
+    out, lse = out.reshape(shape), lse.reshape(shape[:2])
+    return (out if v.smooth is None else out * v.smooth[:, None]), lse
 
 
 def _parts(

@@ -48,6 +48,10 @@ class Kernel:
         """The device functions that the entry body calls."""
         return "".join(source(stem, language) for stem in self.sources)
 
+    def included(self) -> str:
+        """The CUDA header as lines that include its files: MLX hashes all the text it is given at each launch."""
+        return "".join(f'#include "{SOURCES / stem}.cu"\n' for stem in self.sources)
+
     def body(self, language: Language) -> str:
         return self.metal if language == "metal" else self.cuda
 
@@ -118,11 +122,10 @@ def _build(kernel: Kernel, language: Language, shared_memory: int) -> Any:
         "input_names": list(kernel.inputs),
         "output_names": list(kernel.outputs),
         "source": body,
-        "header": header,
     }
     if language == "metal":
-        return mx.fast.metal_kernel(**common)
-    return mx.fast.cuda_kernel(**common, shared_memory=shared_memory)
+        return mx.fast.metal_kernel(**common, header=header)
+    return mx.fast.cuda_kernel(**common, header=kernel.included(), shared_memory=shared_memory)
 
 
 def at_least_8(array: mx.array) -> mx.array:

@@ -77,8 +77,8 @@ def rabitq_prefill_attend(
         TypeError: another dtype, or an option that this function does not have.
 
     Error: q . signs is a float32 sum of exact terms; softmax and sums in float32; one rounding of the output. On CUDA, where D is 64
-        or 128 and q and the output have 16 bits, weights and entries of `v_cents` are rounded to halves, by 2^-11 of themselves at most;
-        `out_rotation` is applied to about 16 bits of either factor.
+        or 128 and q and the output have 16 bits, weights, entries of `v_cents`, `v_scale` and the products of these two are rounded to
+        halves, by 2^-11 of themselves at most; `out_rotation` is applied to about 16 bits of either factor.
     """
     name = "rabitq_prefill_attend"
     check_heads(name, q, multiple=8)

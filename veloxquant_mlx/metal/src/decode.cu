@@ -167,7 +167,7 @@ __device__ __forceinline__ bool decode(
       ATTEND_UNROLL
       for (int k = 0; k < 2; k++) {
         const float sum = state.o[i][2 * k + x];
-        pair[k] = (sum + __shfl_xor_sync(0xffffffffu, sum, 2)) * values.factor() * state.unit;
+        pair[k] = (sum + __shfl_xor_sync(0xffffffffu, sum, 2)) * values.factor(i, k) * state.unit;
       }
       if (at.t < 2) {
         *reinterpret_cast<float2*>(pool + own * DECODE_DIM + Values::channel(i, at)) = make_float2(pair[0], pair[1]);

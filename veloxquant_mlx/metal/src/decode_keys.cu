@@ -91,14 +91,14 @@ struct DecodeTwoStageKeys {
   }
 };
 
-// Keys of signs: D - 2 hamming. A lane has half of the channels, as the columns of the other keys have half of a query's bits.
+// Keys of signs: D - 2 hamming, counted on tensor cores: columns 4-7 have the queries of columns 0-3 again.
 struct DecodeSignKeys {
   static constexpr bool SHIFTS = true;
   static constexpr bool WHOLE = true;
 
   const uint8_t* bits;
-  uint2 a[4];
-  uint2 sign[2];
+  uint32_t a[4];
+  uint32_t sign;
 
   __device__ __forceinline__ bool place(char*, int) {
     return decode_aligned(bits);
@@ -119,11 +119,7 @@ struct DecodeSignKeys {
   }
 
   __device__ __forceinline__ void begin(DecodeQueries queries, DecodeLane at) {
-    ATTEND_UNROLL
-    for (int x = 0; x < 2; x++) {
-      const float* word = queries.x + (at.t % 2 * 2 + x) * 4 + at.t / 2 * 2;
-      sign[x] = make_uint2(__float_as_uint(word[0]), __float_as_uint(word[1]));
-    }
+    sign = __float_as_uint(queries.x[at.g % 4 * 4 + at.t]);
   }
 
   __device__ __forceinline__ float factor(DecodeQueries, int) const {
@@ -132,25 +128,24 @@ struct DecodeSignKeys {
 
   template <bool FULL>
   __device__ __forceinline__ void load(size_t row, int head, int base, int tokens, DecodeLane at) {
-    const uint2* from = reinterpret_cast<const uint2*>(bits) + (row + base + at.place) * 2 + at.t / 2;
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(bits) + (row + base + at.place) * 4 + at.t;
     ATTEND_UNROLL
     for (int r = 0; r < 4; r++) {
-      a[r] = __ldg(from + 2 * decode_skip<FULL>(8 * r, base + at.place, tokens));
+      a[r] = __ldg(from + 4 * decode_skip<FULL>(8 * r, base + at.place, tokens));
     }
   }
 
   __device__ __forceinline__ void dots(float (&s)[4][2], DecodeLane, DecodeQueries) const {
-    // Two counts in a word; 2^23 + n as a float has n in its lower bits.
     ATTEND_UNROLL
-    for (int r = 0; r < 4; r++) {
-      uint32_t apart = 0;
+    for (int tile = 0; tile < 2; tile++) {
+      constexpr int ZERO = 0x4b000000;  // 2^23 as a float, to which whole numbers add up as they are
+      int c[4] = {ZERO, ZERO, ZERO, ZERO};
+      decode_count(c, a[2 * tile], a[2 * tile + 1], ~sign);
+      decode_count(c, ~a[2 * tile], ~a[2 * tile + 1], sign);
       ATTEND_UNROLL
-      for (int x = 0; x < 2; x++) {
-        apart += uint32_t(__popc(a[r].x ^ sign[x].x) + __popc(a[r].y ^ sign[x].y)) << (16 * x);
+      for (int i = 0; i < 4; i++) {
+        s[2 * tile + i / 2][i % 2] = fmaf(__int_as_float(c[i]), -2.0f, DECODE_DIM + 16777216.0f);
       }
-      apart += __shfl_xor_sync(0xffffffffu, apart, 2);
-      s[r][0] = fmaf(__uint_as_float(__byte_perm(apart, 0x4b000000u, 0x7610)), -2.0f, DECODE_DIM + 16777216.0f);
-      s[r][1] = fmaf(__uint_as_float(__byte_perm(apart, 0x4b000000u, 0x7632)), -2.0f, DECODE_DIM + 16777216.0f);
     }
   }
 };
@@ -190,7 +185,7 @@ struct DecodeAffineKeys {
     for (int w = 0; w < 4; w++) {
       const float* y = x + 8 * w;
       reinterpret_cast<uint4*>(memory + SIDES + CODES)[32 * w + at.lane] = make_uint4(
-          decode_halves(y[0], y[4], 0), decode_halves(y[1], y[5], 0), decode_halves(y[2], y[6], 0), decode_halves(y[3], y[7], 0));
+          decode_near(y[0], y[4]), decode_near(y[1], y[5]), decode_near(y[2], y[6]), decode_near(y[3], y[7]));
     }
   }
 
@@ -215,27 +210,26 @@ struct DecodeAffineKeys {
   __device__ __forceinline__ void narrow(DecodeLane at) {
     uint4* own = reinterpret_cast<uint4*>(memory + at.lane * 16 + at.lane / 4 * 16);
     const uint4 given = *own;
-    uint32_t pair[4] = {given.x, given.y, given.z, given.w};
-    uint32_t size = 0;  // of the largest, in the upper half
+    const uint32_t pair[4] = {given.x, given.y, given.z, given.w};
+    float value[8];
+    float largest = 0;  // no NaN
     ATTEND_UNROLL
-    for (int i = 0; i < 4; i++) {
-      const uint32_t sizes = pair[i] & 0x7fff7fffu;
-      size = max(size, max(sizes, sizes << 16));
+    for (int i = 0; i < 8; i++) {
+      value[i] = __uint_as_float(i % 2 ? pair[i / 2] & 0xffff0000u : pair[i / 2] << 16);
+      largest = fmaxf(largest, fabsf(value[i]));
     }
-    const float part = __uint_as_float(size) * inverse;
+    const float part = largest * inverse;
     const uint32_t enough = __ballot_sync(0xffffffffu, part >= 1.0f / 32);
     if (__any_sync(0xffffffffu, !(part < 4)) || enough < 0x10000u || (enough & 0xffffu) == 0) {
       const bool zero = at.lane >= 16;
       float unit;
       float inverses[2];
+      const uint32_t size = __float_as_uint(largest);
       decode_unit(__uint_as_float(__reduce_max_sync(0xffffffffu, zero ? 0 : size)), unit, inverses[0]);
       decode_unit(__uint_as_float(__reduce_max_sync(0xffffffffu, zero ? size : 0)), unit, inverses[1]);
       inverse = zero ? inverses[1] : inverses[0];
     }
-    const auto both = [&](int i) {  // of words i and i + 2, the lower or the upper
-      const auto value = [&](uint32_t word) { return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16) * inverse; };
-      return decode_halves(value(pair[i / 2]), value(pair[i / 2 + 2]), 0);
-    };
+    const auto both = [&](int i) { return decode_near(value[i] * inverse, value[i + 4] * inverse); };
     *own = make_uint4(both(0), both(1), both(2), both(3));
     __syncwarp();
   }

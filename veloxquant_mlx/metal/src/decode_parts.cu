@@ -43,6 +43,13 @@ __device__ __forceinline__ void decode_mma(
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// c += how many bits a and b have in common, 16 rows by 8 columns of 128 bits.
+__device__ __forceinline__ void decode_count(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
 // Codes of 4 bits, number `at` of each of two runs of four, as halves: in the upper bits of the fraction. A product aligns its terms by the
 // exponents that halves are written with, which for a subnormal is -14, and cuts what is below: in the lowest bits of a half a code would
 // lose 6 bits more, once weights differ.
@@ -105,13 +112,17 @@ __device__ __forceinline__ float decode_exp2(float x) {
   return y;
 }
 
-// Two floats as halves: rounded (`rest` has no bits), or what rounding leaves (all bits).
-__device__ __forceinline__ uint32_t decode_halves(float x, float y, uint32_t rest) {
-  __half2 near = __floats2half2_rn(x, y);
-  const uint32_t taken = *reinterpret_cast<const uint32_t*>(&near) & rest;
-  const float2 back = __half22float2(*reinterpret_cast<const __half2*>(&taken));
-  near = __floats2half2_rn(x - back.x, y - back.y);
+// Two floats as halves, rounded; what two halves leave of them; one or the other, as `rest` has no bits or all.
+__device__ __forceinline__ uint32_t decode_near(float x, float y) {
+  const __half2 near = __floats2half2_rn(x, y);
   return *reinterpret_cast<const uint32_t*>(&near);
+}
+__device__ __forceinline__ uint32_t decode_left(float x, float y, uint32_t taken) {
+  const float2 back = __half22float2(*reinterpret_cast<const __half2*>(&taken));
+  return decode_near(x - back.x, y - back.y);
+}
+__device__ __forceinline__ uint32_t decode_halves(float x, float y, uint32_t rest) {
+  return decode_left(x, y, decode_near(x, y) & rest);
 }
 
 // x y in halves: rounded, or what rounding leaves.

@@ -14,6 +14,7 @@ constexpr int TILE_KEYS = 64;
 constexpr int TILE_THREADS = 128;
 constexpr float TILE_SLACK = 6;  // a score may pass the maximum by 2^6 before sums are rescaled
 constexpr float TILE_LIFT = 8;
+constexpr float TILE_RAISE = 256;  // decoded values times their factors are so much larger, further from the smallest half
 
 __device__ __forceinline__ char* tile_memory() {
   extern __shared__ __attribute__((aligned(1024))) uint4 shared_memory[];
@@ -196,7 +197,7 @@ __device__ __forceinline__ void tile_values(
 
 // ---- Readers. `fetch` starts to bring rows base .. base + 63 of a head, zeros from `length` on, to a stage of STAGE bytes. Where CODED,
 // `decode` makes a tile of a stage that has arrived, with help of TABLE bytes that `prepare` has filled; else a stage is a tile. What is
-// decoded is over `unit`.
+// decoded is over `unit`; values may take factors of their rows.
 
 template <typename Element, int D>
 struct TilePlain {
@@ -226,6 +227,8 @@ struct TilePlain {
   }
 
   __device__ __forceinline__ void decode(const char*, char*, const char*) const {}
+  template <bool SCALED>
+  __device__ __forceinline__ void decode(const char*, char*, const char*, const float*) const {}
 };
 
 // Sign bits, lowest first, 1 for +1.
@@ -257,11 +260,11 @@ struct TileSigns {
 #pragma unroll
     for (int i = 0; i < TILE_KEYS * D / 8 / TILE_THREADS; i++) {
       const int x = threadIdx.x + i * TILE_THREADS;
-      const uint32_t minus = ~uint32_t(uint8_t(from[x]));
+      const uint32_t plus = uint32_t(uint8_t(from[x])) * 0x8001u;  // and 15 further left: of each pair the upper one's
       uint32_t word[4];
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        word[e] = tile_ones(T()) | (minus << (15 - 2 * e) & 0x8000u) | (minus << (30 - 2 * e) & 0x80000000u);
+        word[e] = (plus << (15 - 2 * e) & 0x80008000u) ^ (tile_ones(T()) | 0x80008000u);
       }
       *reinterpret_cast<uint4*>(tile + tile_at<TILE_KEYS>(x / (D / 8), x % (D / 8))) = make_uint4(word[0], word[1], word[2], word[3]);
     }
@@ -315,14 +318,25 @@ struct TileNibbles {
     }
   }
 
-  __device__ __forceinline__ void decode(const char* from, char* tile, const char* help) const {
-    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(help) + threadIdx.x % 32;
+  // Where SCALED, times the rows' factors and TILE_RAISE.
+  template <bool SCALED>
+  __device__ __forceinline__ void decode(const char* from, char* tile, const char* help, const float* factors) const {
+    const uint32_t own = threadIdx.x % 32 * 4;
+    const auto pair = [&](uint32_t shifted) { return *reinterpret_cast<const uint32_t*>(help + ((shifted & 0x7f80u) | own)); };
 #pragma unroll
     for (int i = 0; i < TILE_KEYS * D / 8 / TILE_THREADS; i++) {
       const int x = threadIdx.x + i * TILE_THREADS;
       const uint32_t word = reinterpret_cast<const uint32_t*>(from)[x];
-      *reinterpret_cast<uint4*>(tile + tile_at<TILE_KEYS>(x / (D / 8), x % (D / 8))) = make_uint4(
-          pairs[(word & 255) * 32], pairs[(word >> 8 & 255) * 32], pairs[(word >> 16 & 255) * 32], pairs[(word >> 24) * 32]);
+      uint32_t pairs[4] = {pair(word << 7), pair(word >> 1), pair(word >> 9), pair(word >> 17)};
+      if (SCALED) {
+        const __half2 by = __float2half2_rn(factors[x / (D / 8)] * TILE_RAISE);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const __half2 scaled = __hmul2(*reinterpret_cast<const __half2*>(&pairs[e]), by);
+          pairs[e] = *reinterpret_cast<const uint32_t*>(&scaled);
+        }
+      }
+      *reinterpret_cast<uint4*>(tile + tile_at<TILE_KEYS>(x / (D / 8), x % (D / 8))) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }
 };

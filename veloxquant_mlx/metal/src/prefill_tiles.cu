@@ -174,17 +174,24 @@ __device__ __forceinline__ void tile_settle(
   if (!__syncthreads_or(odd)) {
     return;
   }
+#pragma unroll 1
+  for (int j = 0; j < TILE_KEYS; j++) {
+    bool seen[4];
 #pragma unroll
-  for (int m = 0; m < 2; m++) {
+    for (int i = 0; i < 4; i++) {
+      const PrefillRange range = ranges[row + 64 * (i / 2) + i % 2 * 8];
+      seen[i] = range.low <= base + j && base + j < range.high;
+    }
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const PrefillRange range = ranges[row + 64 * m + e / 2 * 8];
-        for (int j = max(range.low - base, 0); j < min(range.high - base, TILE_KEYS); j++) {
-          const float value = float(*tile_element<T>(tile, j, 8 * n + column + e % 2));
-          if (!isfinite(value)) {
-            sums[m].o[n][e] += VSCALE ? value * factors[j] : value;
+      for (int x = 0; x < 2; x++) {
+        const float value = float(*tile_element<T>(tile, j, 8 * n + column + x));
+        if (!isfinite(value)) {
+          const float more = VSCALE ? value * factors[j] : value;
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            sums[i / 2].o[n][i % 2 * 2 + x] += seen[i] ? more : 0.0f;
           }
         }
       }
@@ -209,6 +216,9 @@ __device__ __forceinline__ void prefill_tiles(
     const float* rotation, O* out, float* lse, Keys keys, Values values) {
   using Plan = TilePlan<D, Keys, Values>;
   constexpr bool OWN = NORM || BIAS;  // keys have factors of their own: scores are scaled before the maximum
+  constexpr bool CODED = Keys::CODED || Values::CODED;
+  constexpr int AHEAD = Keys::CODED ? 2 : 1;  // codes of keys are decoded while the tile before is attended to
+  constexpr bool WEIGHED = VSCALE && !Values::CODED;  // weights take the factors of values; else values that are decoded
   char* memory = tile_memory();
   const int queries = dims[PREFILL_QUERIES], length = dims[PREFILL_KEYS], heads = dims[PREFILL_HEADS], group = dims[PREFILL_GROUP];
   const int kv_heads = heads / group, rows = queries * group;
@@ -283,31 +293,47 @@ __device__ __forceinline__ void prefill_tiles(
   N next_norm{};
   C next_bias{};
   S next_scale{};
-  const auto fetch = [&](int t) {
-    const int base = begin + t * TILE_KEYS;
-    keys.fetch(memory + Plan::KEY_STAGES + t % 2 * Keys::STAGE, head_row, base, length);
-    values.fetch(memory + Plan::VALUE_STAGES + t % 2 * Values::STAGE, head_row, base, length);
-    const size_t token = head_row + min(base + int(threadIdx.x) % TILE_KEYS, length - 1);
-    if (NORM) {
-      next_norm = k_norm[token];
+  const auto base_of = [&](int t) { return begin + t * TILE_KEYS; };
+  const auto key_stage = [&](int t) { return memory + Plan::KEY_STAGES + t % 2 * Keys::STAGE; };
+  const auto value_stage = [&](int t) { return memory + Plan::VALUE_STAGES + t % 2 * Values::STAGE; };
+  const auto fetch_keys = [&](int t) {
+    if (t < tiles) {
+      keys.fetch(key_stage(t), head_row, base_of(t), length);
     }
-    if (BIAS) {
-      next_bias = k_bias[token];
-    }
-    if (VSCALE) {
-      next_scale = v_scale[token];
+  };
+  const auto fetch_values = [&](int t) {
+    if (t < tiles) {
+      values.fetch(value_stage(t), head_row, base_of(t), length);
+      const size_t token = head_row + min(base_of(t) + int(threadIdx.x) % TILE_KEYS, length - 1);
+      if (NORM) {
+        next_norm = k_norm[token];
+      }
+      if (BIAS) {
+        next_bias = k_bias[token];
+      }
+      if (VSCALE) {
+        next_scale = v_scale[token];
+      }
     }
   };
   if (tiles > 0) {
-    fetch(0);
+    for (int t = 0; t < AHEAD; t++) {
+      fetch_keys(t);
+    }
+    fetch_values(0);
+    if (Keys::CODED) {
+      tile_wait();
+      __syncthreads();
+      keys.decode(key_stage(0), memory + Plan::KEY_TILE, memory + Plan::KEY_TABLE);
+    }
   }
 
   for (int t = 0; t < tiles; t++) {
-    const int base = begin + t * TILE_KEYS;
+    const int base = base_of(t);
     float* side = sides + t % 2 * (3 * TILE_KEYS);
     const float value_factor = VSCALE ? float(next_scale) : 1.0f;
     if (threadIdx.x < TILE_KEYS) {
-      if (NORM || BIAS) {
+      if (OWN) {
         side[threadIdx.x] = factor * (NORM ? float(next_norm) : 1.0f);
       }
       if (VSCALE) {
@@ -325,23 +351,29 @@ __device__ __forceinline__ void prefill_tiles(
       sums[0].scale(by, by);
       sums[1].scale(by, by);
     }
-    if (t + 1 < tiles) {
-      fetch(t + 1);
-    }
-    const char* key_stage = memory + Plan::KEY_STAGES + t % 2 * Keys::STAGE;
-    char* value_stage = memory + Plan::VALUE_STAGES + t % 2 * Values::STAGE;
-    const char* key_tile = Keys::CODED ? memory + Plan::KEY_TILE : key_stage;
-    char* value_tile = Values::CODED ? memory + Plan::VALUE_TILE : value_stage;
-    if (Keys::CODED || Values::CODED) {
-      keys.decode(key_stage, memory + Plan::KEY_TILE, memory + Plan::KEY_TABLE);
-      values.decode(value_stage, value_tile, memory + Plan::VALUE_TABLE);
-      tile_publish();
-      __syncthreads();
-    }
+    fetch_keys(t + AHEAD);
+    fetch_values(t + 1);
+    const char* key_tile = Keys::CODED ? memory + Plan::KEY_TILE : key_stage(t);
+    char* value_tile = Values::CODED ? memory + Plan::VALUE_TILE : value_stage(t);
     const bool whole = full_from <= base && base + TILE_KEYS <= full_to;
-    if (!whole) {
-      tile_settle<D, VSCALE, typename Values::T>(value_tile, sums, ranges, side + 2 * TILE_KEYS, base, own, column);
-    }
+    // Values are decoded while the products of the scores run. Once all warps have their scores, the tile of keys is free: the next one,
+    // whose codes are there, is decoded while the products of the values run. (After the last there are other codes, of no use.)
+    const auto decode_next = [&] { keys.decode(key_stage(t + 1), memory + Plan::KEY_TILE, memory + Plan::KEY_TABLE); };
+    const auto decode = [&] {
+      values.template decode<VSCALE>(value_stage(t), value_tile, memory + Plan::VALUE_TABLE, side + 2 * TILE_KEYS);
+      tile_publish();
+    };
+    const auto settle = [&] {
+      if (!whole) {
+        tile_settle<D, WEIGHED, typename Values::T>(value_tile, sums, ranges, side + 2 * TILE_KEYS, base, own, column);
+      }
+    };
+    const auto meet = [&] {
+      if (CODED) {
+        __syncthreads();
+        settle();
+      }
+    };
 
     float s[2][TILE_KEYS / 8][4];
     const auto weigh = [&](int m) {
@@ -352,31 +384,46 @@ __device__ __forceinline__ void prefill_tiles(
         tile_hide(s[m], ranges[own + 64 * m], ranges[own + 64 * m + 8], base + column);
       }
       sums[m].weigh(s[m], OWN ? 1.0f : factor);
-      if (VSCALE) {
+      if (WEIGHED) {
         sums[m].take(s[m], reinterpret_cast<const float2*>(side + 2 * TILE_KEYS + column), whole);
       }
     };
+    if (!CODED) {
+      settle();
+    }
 #ifdef TILE_GROUP
     // The products of one half of the rows run while the other is weighed.
     tile_group_fence();
     tile_group_scores<D>(s[0], memory + Plan::QUERIES, key_tile, Q());
     tile_group_scores<D>(s[1], memory + Plan::QUERIES + 64 * 128, key_tile, Q());
+    decode();
     tile_group_wait<1>();
     tile_hold(s[0]);
     weigh(0);
+    if (CODED) {
+      tile_group_wait<0>();
+      tile_hold(s[1]);
+    }
+    meet();
     tile_group_values<D>(sums[0].o, s[0], value_tile, typename Values::T());
-    tile_group_wait<1>();
-    tile_hold(s[1]);
+    if (!CODED) {
+      tile_group_wait<1>();
+      tile_hold(s[1]);
+    }
     weigh(1);
     tile_group_values<D>(sums[1].o, s[1], value_tile, typename Values::T());
+    decode_next();
     tile_group_wait<0>();
     tile_hold(sums[0].o);
     tile_hold(sums[1].o);
 #else
     tile_scores<D>(s, memory + Plan::QUERIES, key_tile, warp, lane, Q());
+    decode();
     weigh(0);
     weigh(1);
+    meet();
     tile_values<D>(sums[0].o, sums[1].o, s, value_tile, lane, typename Values::T());
+    decode_next();
 #endif
   }
   tile_wait();
@@ -398,7 +445,7 @@ __device__ __forceinline__ void prefill_tiles(
       if (to != nullptr && lane % 4 == 0) {
         lse[(to - out) / D] = none ? -PREFILL_INF : (sums[m].top[h] - TILE_LIFT) * PREFILL_LN2 + logf(sum);
       }
-      const float by = 1.0f / sum;
+      const float by = (VSCALE && !WEIGHED ? 1.0f / TILE_RAISE : 1.0f) / sum;
 #pragma unroll
       for (int n = 0; n < D / 8; n++) {
         float& x = sums[m].o[n][2 * h];
