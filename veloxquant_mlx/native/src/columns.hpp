@@ -59,9 +59,9 @@ V points_of(const Lookup<BITS>& lookup, Words codes) {
   return __builtin_convertvector((VI)(codes & ((1u << BITS) - 1)), V);
 }
 
-// scores[r] = base[r] + <q[r], points> (+ scores[r]) of NB W tokens.
+// scores[r] = base[r] + <q[r], points> of NB W tokens.
 template <int BITS, int RB, int NB>
-void dots_with(const Lookup<BITS>& lookup, Turned words, int dim, Matrix q, const float* base, bool add, float* scores, int64_t row) {
+void dots_with(const Lookup<BITS>& lookup, Turned words, int dim, Matrix q, const float* base, float* scores, int64_t row) {
   V sum[RB][NB];
   for (int r = 0; r < RB; r++)
     for (int n = 0; n < NB; n++) sum[r][n] = V{};
@@ -90,17 +90,13 @@ void dots_with(const Lookup<BITS>& lookup, Turned words, int dim, Matrix q, cons
     }
   }
   for (int r = 0; r < RB; r++)
-    for (int n = 0; n < NB; n++) {
-      float* to = scores + r * row + n * W;
-      V x = sum[r][n] + base[r];
-      store(to, add ? x + load(to) : x);
-    }
+    for (int n = 0; n < NB; n++) store(scores + r * row + n * W, sum[r][n] + base[r]);
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // The same of 4-bit codes and 2 W tokens. Queries are zero from `dim` to a multiple of 8.
 template <int RB>
-void dots_with(const Planes& planes, Turned words, int dim, Matrix q, const float* base, bool add, float* scores, int64_t row) {
+void dots_with(const Planes& planes, Turned words, int dim, Matrix q, const float* base, float* scores, int64_t row) {
   constexpr int SETS = 4 / RB;  // of accumulators, so that none waits for another
   V sum[SETS][RB][2] = {};
   for (int d = 0; d < dim; d += 8, words.at += words.row) {
@@ -119,18 +115,16 @@ void dots_with(const Planes& planes, Turned words, int dim, Matrix q, const floa
   }
   for (int r = 0; r < RB; r++)
     for (int i = 0; i < 2; i++) {
-      float* to = scores + r * row + i * W;
       V x = sum[0][r][i] + base[r];
       for (int s = 1; s < SETS; s++) x += sum[s][r][i];
-      store(to, add ? x + load(to) : x);
+      store(scores + r * row + i * W, x);
     }
 }
 #endif
 
 // Of R queries and `width` tokens, or some more.
 void dots_with_codes(
-    const Stage& stage, Turned words, int dim, Matrix q, int rows, const float* base, bool add, int width, float* scores, int64_t row,
-    Ahead& ahead) {
+    const Stage& stage, Turned words, int dim, Matrix q, int rows, const float* base, int width, float* scores, int64_t row, Ahead& ahead) {
   constexpr int NB = W == 8 ? 2 : 4;
 #if defined(__AVX2__) && !defined(__AVX512F__)
   if (stage.bits == 4) {
@@ -138,7 +132,7 @@ void dots_with_codes(
     return with_rows(rows, [&](auto block, int r) {
       for (int t = 0; t < width; t += 2 * W, ahead.next())
         dots_with<decltype(block)::value>(
-            planes, {words.at + t, words.row}, dim, {q.at + r * q.row, q.row}, base + r, add, scores + r * row + t, row);
+            planes, {words.at + t, words.row}, dim, {q.at + r * q.row, q.row}, base + r, scores + r * row + t, row);
     });
   }
 #endif
@@ -151,7 +145,7 @@ void dots_with_codes(
           Fours<decltype(block)::value> sums;
           sums.template make<BITS>({q.at + r * q.row, q.row}, dim, stage.table);
           for (int t = 0; t < width; t += TAKEN, ahead.next())
-            dots_of_fours(sums, words.at + t, words.row, base + r, add, scores + r * row + t, row);
+            dots_of_fours(sums, words.at + t, words.row, base + r, scores + r * row + t, row);
         });
 #endif
     const Lookup<BITS> lookup(stage.table);
@@ -160,9 +154,9 @@ void dots_with_codes(
       const Matrix own{q.at + r * q.row, q.row};
       int t = 0;
       for (; t + NB * W <= width; t += NB * W, ahead.next())
-        dots_with<BITS, RB, NB>(lookup, {words.at + t, words.row}, dim, own, base + r, add, scores + r * row + t, row);
+        dots_with<BITS, RB, NB>(lookup, {words.at + t, words.row}, dim, own, base + r, scores + r * row + t, row);
       for (; t < width; t += W)
-        dots_with<BITS, RB, 1>(lookup, {words.at + t, words.row}, dim, own, base + r, add, scores + r * row + t, row);
+        dots_with<BITS, RB, 1>(lookup, {words.at + t, words.row}, dim, own, base + r, scores + r * row + t, row);
     });
   });
 }
@@ -248,11 +242,11 @@ void sums_with(
 }
 #endif
 
-// `weights` of the first `group` entries, then, `step` further, of the next; `extra` of each group and query, or none; no fade is 1.
+// `weights` of the first `group` entries, then, `step` further, of the next; `extra` of each group and query, or none.
 void sums_with_codes(
     const Stage& stage, Turned words, int dim, Matrix weights, int rows, int group, int64_t step, const float* extra, int width,
     const float* fade, float* sums, int64_t row, Ahead& ahead) {
-  static const float once[4] = {1, 1, 1, 1}, none[4] = {};
+  static const float none[4] = {};
 #if defined(__AVX2__) && !defined(__AVX512F__)
   if (stage.bits == 4) {
     const Planes planes(stage.table);
@@ -265,8 +259,8 @@ void sums_with_codes(
       const int g = d / group;
       with_rows(rows, [&](auto block, int r) {
         const Matrix own{weights.at + g * step + r * weights.row, weights.row};
-        const float *faded = fade ? fade + r : once, *more = extra ? extra + g * rows + r : none;
-        sums_with<decltype(block)::value>(planes, words.at, own, width, faded, more, sums + r * row + d, row, ahead);
+        const float* more = extra ? extra + g * rows + r : none;
+        sums_with<decltype(block)::value>(planes, words.at, own, width, fade + r, more, sums + r * row + d, row, ahead);
       });
     }
     return;
@@ -280,8 +274,8 @@ void sums_with_codes(
       for (int d = 0; d < dim; d += W / RB) {
         const int g = d / group;
         const Matrix own{weights.at + g * step + r * weights.row, weights.row};
-        const float *faded = fade ? fade + r : once, *more = extra ? extra + g * rows + r : none;
-        sums_with<BITS, RB>(lookup, words, d, dim, own, width, faded, more, sums + r * row, row);
+        const float* more = extra ? extra + g * rows + r : none;
+        sums_with<BITS, RB>(lookup, words, d, dim, own, width, fade + r, more, sums + r * row, row);
         ahead.next();
       }
     });

@@ -95,10 +95,9 @@ inline void fours_of_word(const uint32_t* words, Bytes* out) {
     out[2 * i] = (Bytes)_mm256_and_si256(x[i], low), out[2 * i + 1] = (Bytes)_mm256_and_si256(_mm256_srli_epi16(x[i], 4), low);
 }
 
-// scores[r] = base[r] + <q[r], points> (+ scores[r]) of TAKEN tokens.
+// scores[r] = base[r] + <q[r], points> of TAKEN tokens.
 template <int RB>
-void dots_of_fours(
-    const Fours<RB>& sums, const uint32_t* words, int64_t word_row, const float* base, bool add, float* scores, int64_t row) {
+void dots_of_fours(const Fours<RB>& sums, const uint32_t* words, int64_t word_row, const float* base, float* scores, int64_t row) {
   alignas(64) Bytes fours[MOST_FOURS];
   for (int f = 0; f < sums.count; f += 8, words += word_row) fours_of_word(words, fours + f);
   const int8_t* planes = sums.planes;
@@ -116,9 +115,7 @@ void dots_of_fours(
     const auto write = [&](int i, __m256i low, __m256i high) {
       const __m256i upper = _mm256_slli_epi32(_mm256_madd_epi16(high, places), 2 * PLANE_BITS);
       const __m256i all_of_it = _mm256_add_epi32(_mm256_madd_epi16(low, places), upper);
-      float* to = scores + r * row + i * W;
-      const V x = (V)_mm256_cvtepi32_ps(_mm256_sub_epi32(all_of_it, zero)) * sums.unit[r] + base[r];
-      store(to, add ? x + load(to) : x);
+      store(scores + r * row + i * W, (V)_mm256_cvtepi32_ps(_mm256_sub_epi32(all_of_it, zero)) * sums.unit[r] + base[r]);
     };
     write(0, _mm256_unpacklo_epi16(even[0], even[1]), _mm256_unpacklo_epi16(even[2], even[3]));
     write(1, _mm256_unpacklo_epi16(odd[0], odd[1]), _mm256_unpacklo_epi16(odd[2], odd[3]));

@@ -124,8 +124,7 @@ void score_codes(const Problem& p, Span& span, const Turned* words, float* scrat
   float *base = scratch, *own = base + padded(R);
   for (int r = 0; r < R; r++) base[r] = 0;
   if (!keys.step) {
-    for (int s = 0; s < keys.stages; s++)
-      dots_with_codes(keys.stage[s], words[s], dim, {q, p.dim}, R, base, s > 0, padded(span.count), scores, span.row, span.ahead);
+    dots_with_codes(keys.stage[0], words[0], dim, {q, p.dim}, R, base, padded(span.count), scores, span.row, span.ahead);
     return;
   }
   // A group's step is the query's, its zero a number; what is written behind a group's tokens is the next one's to overwrite.
@@ -147,7 +146,7 @@ void score_codes(const Problem& p, Span& span, const Turned* words, float* scrat
       for (int i = 0; i < W; i++) base[r] += by_zero[i];
     }
     const Turned here{words[0].at + t, words[0].row};
-    dots_with_codes(keys.stage[0], here, dim, {own, p.dim}, R, base, false, stop - t, scores + t, span.row, span.ahead);
+    dots_with_codes(keys.stage[0], here, dim, {own, p.dim}, R, base, stop - t, scores + t, span.row, span.ahead);
     t = stop;
   }
 }
@@ -275,11 +274,8 @@ void add_codes(const Problem& p, Span& span, const float* weights, const float* 
         for (int t = 0; t < width; t += W) store(scaled + (g * R + r) * span.row + t, load(weights + r * span.row + t) * side_of(g, t));
     own.at = scaled, scratch = scaled + int64_t(groups) * R * span.row;
   }
-  for (int s = 0; s < values.stages; s++) {
-    const Turned words = turned(values.stage[s], span.head, dim, from, span.count, reinterpret_cast<uint32_t*>(scratch), span.wide);
-    const float* faded = s ? nullptr : fade;
-    sums_with_codes(values.stage[s], words, dim, own, R, group, int64_t(R) * span.row, extra, width, faded, sums, p.dim_v, span.ahead);
-  }
+  const Turned words = turned(values.stage[0], span.head, dim, from, span.count, reinterpret_cast<uint32_t*>(scratch), span.wide);
+  sums_with_codes(values.stage[0], words, dim, own, R, group, int64_t(R) * span.row, extra, width, fade, sums, p.dim_v, span.ahead);
 }
 
 int64_t most_words(const Rows& rows) {
