@@ -120,15 +120,22 @@ __device__ __forceinline__ bool decode(
         const float sum = Keys::WHOLE ? s[r][x] : s[r][x] + __shfl_xor_sync(0xffffffffu, s[r][x], 2);
         s[r][x] = sum * factor[x] * own + add;
       }
-      if (!whole) {
+    }
+    if (!whole) {
+      __syncwarp();  // a branch: predicated, it would be there in every step
+      ATTEND_UNROLL
+      for (int r = 0; r < 4; r++) {
         const int j = base + at.place + 8 * r;
         if (j < from || j >= high) {
           s[r][0] = s[r][1] = -ATTEND_INF;
         }
       }
+      if (base + at.lane < from || base + at.lane >= high) {
+        values.hide();
+      }
     }
     state.weigh(s);
-    values.add(state, s, base + at.lane >= from && base + at.lane < high, at);
+    values.add(state, s, at);
     if (more) {
       load_values(step + DECODE_WARPS);
     }

@@ -129,10 +129,11 @@ __device__ __forceinline__ uint32_t decode_halves(float x, float y, uint32_t res
 __device__ __forceinline__ uint32_t decode_product(uint32_t x_, uint32_t y_, uint32_t rest) {
   const __half2 x = *reinterpret_cast<const __half2*>(&x_);
   const __half2 y = *reinterpret_cast<const __half2*>(&y_);
-  const __half2 near = __hmul2(x, y);
-  const uint32_t taken = *reinterpret_cast<const uint32_t*>(&near) & rest;
-  const __half2 left = __hfma2(x, y, __hneg2(*reinterpret_cast<const __half2*>(&taken)));
-  return *reinterpret_cast<const uint32_t*>(&left);
+  __half2 product = __hmul2(x, y);
+  if (rest != 0) {
+    product = __hfma2(x, y, __hneg2(product));
+  }
+  return *reinterpret_cast<const uint32_t*>(&product);
 }
 
 __device__ __forceinline__ uint32_t decode_add_product(uint32_t x, uint32_t y, uint32_t sum) {

@@ -127,13 +127,18 @@ struct DecodeTableValues {
     }
   }
 
-  __device__ __forceinline__ void add(DecodeState& state, const float (&p)[4][2], bool in, DecodeLane at) {
+  // What goes with this lane's token, which is not seen.
+  __device__ __forceinline__ void hide() {
+    scale = S(0.0f);
+  }
+
+  __device__ __forceinline__ void add(DecodeState& state, const float (&p)[4][2], DecodeLane at) {
     constexpr uint32_t LOW = 0x0f0f0f0fu;
     const uint32_t place = uint32_t(at.lane) * 4;
     float own = 1;
     bool odd = false;
     if (SCALED) {
-      own = in ? float(scale) : 0.0f;
+      own = float(scale);
       odd = state.admit(fabsf(own));
       own *= state.inverse;
     }
@@ -231,14 +236,21 @@ struct DecodeAffineValues {
     zero = reinterpret_cast<const Side*>(zeros)[token];
   }
 
-  __device__ __forceinline__ void add(DecodeState& state, const float (&p)[4][2], bool in, DecodeLane at) {
+  __device__ __forceinline__ void hide() {
+    ATTEND_UNROLL
+    for (int c = 0; c < GROUPS; c++) {
+      scale.x[c] = zero.x[c] = A(0.0f);
+    }
+  }
+
+  __device__ __forceinline__ void add(DecodeState& state, const float (&p)[4][2], DecodeLane at) {
     float largest = 0;
     bool lost = false;  // fmaxf drops a NaN
     float side[8];
     ATTEND_UNROLL
     for (int c = 0; c < 4; c++) {
-      side[c] = in ? float(scale.x[c * GROUPS / 4]) : 0.0f;
-      side[4 + c] = in ? float(zero.x[c * GROUPS / 4]) : 0.0f;
+      side[c] = float(scale.x[c * GROUPS / 4]);
+      side[4 + c] = float(zero.x[c * GROUPS / 4]);
       largest = fmaxf(largest, fabsf(side[c]));
       lost = lost || isnan(side[c]);
     }
