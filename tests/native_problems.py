@@ -38,29 +38,42 @@ EXACT = ("calibrated", "convert", "encode", "kernels", "search", "streams")
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 
 
-def build(folder: Path, compiler: str, machine: str, levels: Sequence[str], *options: str, name: str = "run_problems") -> Path:
+def build(
+    folder: Path,
+    compiler: str,
+    machine: str,
+    levels: Sequence[str],
+    *options: str,
+    others: Sequence[str] = (),
+    name: str = "run_problems",
+) -> Path:
     """A program of `tests/native` for a machine ("X86" or "ARM64"), every warning an error; what is compiled in the folder stays so.
 
     Args:
         folder: of the objects of one compiler, machine and set of options.
+        levels: those that will run, compiled with the options.
+        others: levels that the machine cannot run. They are compiled without: under a sanitizer that takes ten times as long.
         name: `run_problems`, of all sources, or `run_calls`, of those alone whose functions are called one by one.
     """
     folder.mkdir(exist_ok=True)
     gcc = [] if "clang" in compiler else ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
-    common = [compiler, "-std=c++17", "-O1", "-fno-math-errno", *WARNINGS, *gcc, *options, f"-DKVTOOL_{machine}", f"-I{SRC}"]
-    sources = [x.stem for x in sorted(SRC.glob("*.cpp")) if x.stem != "pool" and not x.stem.startswith("bind")]
-    objects, commands = [], []
-    for source, level in itertools.product(sources if name == "run_problems" else EXACT, levels):
-        objects.append(folder / f"{source}-{level}.o")
-        if not objects[-1].exists():
+    common = [compiler, "-std=c++17", "-O1", "-fno-math-errno", *WARNINGS, *gcc, f"-DKVTOOL_{machine}", f"-I{SRC}"]
+    sources = [x.stem for x in SRC.glob("*.cpp") if x.stem != "pool" and not x.stem.startswith("bind")]
+    sources.sort(key=lambda stem: (stem != "level", stem))  # it takes longest
+    objects, commands = {}, []
+    for source, level in itertools.product(sources if name == "run_problems" else EXACT, [*levels, *others]):
+        objects[source, level] = path = folder / f"{source}-{level}.o"
+        if not path.exists():
             contract = "-ffp-contract=off" if source in EXACT else "-ffp-contract=fast"
-            where = [f"-DKVTOOL_LEVEL={level}", "-c", str(SRC / f"{source}.cpp"), "-o", str(objects[-1])]
-            commands.append([*common, contract, *SIMD[level], *where])
+            where = [f"-DKVTOOL_LEVEL={level}", "-c", str(SRC / f"{source}.cpp"), "-o", str(path)]
+            commands.append([*common, *(options if level in levels else ()), contract, *SIMD[level], *where])
     with ThreadPoolExecutor(os.cpu_count()) as compiling:
         list(compiling.map(partial(subprocess.run, check=True), commands))
     program = folder / name
-    parts = [str(ROOT / "tests" / "native" / f"{name}.cpp"), str(SRC / "pool.cpp"), *map(str, objects)]
-    subprocess.run([*common, *parts, "-pthread", "-o", str(program)], check=True)
+    # Of an inline function in several objects the first one's is taken: one that was compiled with the options.
+    ordered = sorted(objects, key=lambda key: key[1] in others)
+    parts = [ROOT / "tests" / "native" / f"{name}.cpp", SRC / "pool.cpp", *(objects[key] for key in ordered)]
+    subprocess.run([*common, *options, *map(str, parts), "-pthread", "-o", str(program)], check=True)
     return program
 
 

@@ -61,7 +61,9 @@ def sanitized(root: Path, name: str, compiler: str, options: tuple[str, ...] = A
     if compiler.startswith("clang") and not has_sanitizers(compiler):
         pytest.skip(f"no sanitizers of {compiler} (Debian: libclang-rt-19-dev)")
     folder = root / f"{compiler}{'' if options == ADDRESSES else '-unwritten'}"
-    return [str(build(folder, compiler, "X86", ["baseline", "avx2", "avx512"], *options, name=name))]
+    levels = levels_of_x86()
+    others = [level for level in ("baseline", "avx2", "avx512") if level not in levels]
+    return [str(build(folder, compiler, "X86", levels, *options, others=others, name=name))]
 
 
 @pytest.fixture(scope="module")
