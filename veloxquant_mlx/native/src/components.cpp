@@ -10,6 +10,7 @@
 // heads are one call's, for they share y~.
 #include "components.hpp"
 #include "grouped.hpp"
+#include "own_values.hpp"
 #include "problem.hpp"
 #include "products.hpp"
 #include "shared.hpp"
@@ -28,6 +29,7 @@ namespace {
 
 // Components that are decoded before they are summed, and tokens of them: in a core's nearest cache.
 constexpr int BATCH = W == 16 ? 16 : 8, PART = W == 16 ? 512 : 256;
+constexpr int SCALED_ROW = W == 16 ? PART : PART + 2 * TOGETHER;
 int64_t decoded_row(const Problem& p) { return (p.span < PART ? p.span : PART) + 2 * TOGETHER; }
 
 // f(start, count) for parts of a span.
@@ -60,14 +62,40 @@ void score(const Problem& p, int head, int token, int count, float* y, float* sc
 // What of the values is their own: z += sum over tokens of w size z, `weights` of one head.
 void add_own(const Problem& p, int head, int token, int count, const float* weights, float* scratch, float* sums) {
   const Rows& values = p.values;
-  const int from = p.v_from + token, width = padded(count), *first = values.components.first + head;
-  float *scaled = scratch, *z = scaled + p.rows * PART, *size = z + BATCH * decoded_row(p);
+  const Components& c = values.components;
+  const int from = p.v_from + token, width = padded(count), *first = c.first + head;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const int lead = from % TOGETHER, blocks = (lead + count + TOGETHER - 1) / TOGETHER;  // whole blocks: beside the tokens are zeros
+#else
+  const int lead = 0;
+#endif
+  float *scaled = scratch, *z = scaled + p.rows * SCALED_ROW, *size = z + BATCH * decoded_row(p);
   decode_component(values.sizes, head, from, count, size);
-  for (int r = 0; r < p.rows; r++)
-    for (int t = 0; t < width; t += W) store(scaled + r * PART + t, load(weights + r * p.span + t) * load(size + from % TOGETHER + t));
-  for (int i = first[0]; i < first[1]; i += BATCH) {
-    decode_components(values.components, i, i + BATCH < first[1] ? i + BATCH : first[1], from, count, z, decoded_row(p));
-    add_dots({scaled, PART}, p.rows, {z + from % TOGETHER, decoded_row(p)}, width, BATCH, sums + i - first[0], p.dim_v);
+  for (int r = 0; r < p.rows; r++) {
+    float* to = scaled + r * SCALED_ROW;
+    memset(to, 0, lead * sizeof(float)), to += lead;
+    for (int t = 0; t < width; t += W) store(to + t, load(weights + r * p.span + t) * load(size + from % TOGETHER + t));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (lead + width < blocks * TOGETHER) memset(to + width, 0, (blocks * TOGETHER - lead - width) * sizeof(float));
+#endif
+  }
+  for (int i = first[0], stop; i < first[1]; i = stop) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    for (stop = i + 1; stop < first[1] && c.bits[stop] == c.bits[i];) stop++;
+    int taken = 0;
+    with_bits(c.bits[i], [&](auto bits) {
+      constexpr int BITS = decltype(bits)::value;
+      if constexpr (BITS <= WORD_BITS)
+        taken = add_coded_dots<BITS>(c, i, stop, from / TOGETHER, blocks, {scaled, SCALED_ROW}, p.rows, sums + i - first[0], p.dim_v);
+    });
+    if (taken) {
+      stop = i + taken;
+      continue;
+    }
+#endif
+    stop = i + BATCH < first[1] ? i + BATCH : first[1];
+    decode_components(c, i, stop, from, count, z, decoded_row(p));
+    add_dots({scaled + lead, SCALED_ROW}, p.rows, {z + from % TOGETHER, decoded_row(p)}, width, BATCH, sums + i - first[0], p.dim_v);
   }
 }
 
@@ -88,6 +116,18 @@ void turn_fast(const Problem& p, int token, int count, int fast, float* out, int
   }
 }
 
+// Floats that the planes of keys' points need.
+size_t planes_scratch(const Components& c, int count) {
+  size_t most = 0;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  for (int i = 0; i < count; i++) {
+    const size_t end = c.table[i] + (1 << c.bits[i]);
+    if (planes_of(c.bits[i]) && end > most) most = end;
+  }
+#endif
+  return (most + 15) / 16 * 16;
+}
+
 }  // namespace
 
 size_t attend_components_scratch(const Problem& p) {
@@ -100,17 +140,28 @@ size_t attend_components_scratch(const Problem& p) {
   // components writes behind them, weights of nodes; scaled weights, components, sizes.
   const size_t weights = (p.keys.heads * p.rows + 3) * p.span, angles = 2 * p.half * (p.span + TILE), lanes = padded(p.keys.heads * p.rows);
   const size_t shared = (padded(p.keys.components.first[p.keys.heads]) + AT_A_TIME) * lanes, together = shared_scratch(lanes);
-  const size_t parts = (p.rows + 3) * PART + (most + 1) * decoded_row(p), columns = p.angles ? columns_scratch(p, most) : 0;
+  const size_t parts = (p.rows + 3) * SCALED_ROW + (most + 1) * decoded_row(p), columns = p.angles ? columns_scratch(p, most) : 0;
   size_t rest = parts > columns ? parts : columns;
-  return weights + lanes + angles + shared + NODES * (p.span + TILE) + (rest > together ? rest : together);
+  const size_t planes = planes_scratch(p.keys.components, p.keys.components.first[p.keys.heads]);
+  return planes + weights + lanes + angles + shared + Slow::ROWS * (p.span + TILE) + (rest > together ? rest : together);
 }
 
-void attend_components(const Problem& p, int chunk, float* scratch) {
+void attend_components(const Problem& given, int chunk, float* scratch) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  Problem p = given;
+  if (p.count >= MANY) {
+    const int every = p.keys.components.first[p.keys.heads];
+    p.keys.components.planes = reinterpret_cast<uint8_t*>(scratch);
+    make_planes(p.keys.components, every, reinterpret_cast<uint8_t*>(scratch)), scratch += planes_scratch(p.keys.components, every);
+  }
+#else
+  const Problem& p = given;
+#endif
   const int H = p.keys.heads, R = p.padded_rows, every = padded(p.keys.components.first[H]);
   const int begin = chunk * p.chunk, end = begin + p.chunk < p.count ? begin + p.chunk : p.count;
   const int64_t angle_row = p.span + TILE, lanes = padded(H * p.rows);
   float *weights = scratch, *fade = weights + (H * p.rows + 3) * p.span, *turns = fade + lanes, *shared = turns + 2 * p.half * angle_row;
-  float *nodes = shared + (every + AT_A_TIME) * lanes, *rest = nodes + NODES * angle_row;
+  float *nodes = shared + (every + AT_A_TIME) * lanes, *rest = nodes + Slow::ROWS * angle_row;
   Slow slow{};
   memset(shared, 0, sizeof(float) * every * lanes), memset(fade, 0, sizeof(float) * lanes);
   int lowest = p.count, highest = 0;

@@ -14,10 +14,11 @@ namespace KVTOOL_INSIDE {
 namespace {
 
 constexpr int NODES = 6;
-constexpr int FINE = 3, STRIP = 64;  // nodes of a strip, and its tokens
+constexpr int COARSE = 8, FINE = 4, STRIP = 64;  // nodes of a span that is taken in strips, of a strip, and its tokens
 constexpr float SLOW = 1e-5f;  // largest error of a cosine or sine, found midway between nodes
 
 struct Interpolated {
+  static constexpr int COUNT = NODES, ROWS = NODES;  // nodes of the span, and rows that `weights` needs
   int first;             // pairs from this one on are interpolated
   int node[NODES];       // tokens of the span
   const float* weights;  // (NODES, row)
@@ -76,9 +77,10 @@ inline Interpolated interpolate(const Problem& p, int token, int count, int widt
 
 // As `Interpolated`, in two steps: from the nodes of the span to those of its strips, and from these to tokens.
 struct Strips {
+  static constexpr int COUNT = COARSE, ROWS = FINE + (FINE * COARSE + STRIP - 1) / STRIP;
   int first;             // pairs from this one on are interpolated
-  int node[NODES];       // tokens of the span
-  const float* to_fine;  // (strips, FINE, NODES)
+  int node[COARSE];      // tokens of the span
+  const float* to_fine;  // (strips, FINE, COARSE)
   const float* weights;  // (FINE, row): of each token, the nodes of its strip
   int64_t row;
 };
@@ -95,19 +97,19 @@ inline void lagrange(const float* nodes, int n, float x, float* out) {
   }
 }
 
-// Nodes of a span and of its strips, and which pairs, the last ones, they stand for well enough. `weights` has room for NODES rows.
+// Nodes of a span and of its strips, and which pairs, the last ones, they stand for well enough. `weights` has room for ROWS rows.
 inline Strips strips_of(const Problem& p, int token, int count, float* weights, int64_t row) {
   float* to_fine = weights + FINE * row;
   Strips to{p.half, {}, to_fine, weights, row};
-  float nodes[NODES];
-  for (int i = 0; i < NODES; i++) nodes[i] = float(to.node[i] = int((count - 1) * chebyshev(i + 0.5f, NODES) + 0.5f));
+  float nodes[COARSE];
+  for (int i = 0; i < COARSE; i++) nodes[i] = float(to.node[i] = int((count - 1) * chebyshev(i + 0.5f, COARSE) + 0.5f));
   for (int start = 0; start < count; start += STRIP) {
     const int some = count - start < STRIP ? count - start : STRIP;
     const float length = float(some > FINE ? some - 1 : FINE);  // nodes of a few tokens must not be one
     float fine[FINE];
     for (int f = 0; f < FINE; f++) {
       fine[f] = length * chebyshev(f + 0.5f, FINE);
-      lagrange(nodes, NODES, float(start) + fine[f], to_fine + (start / STRIP * FINE + f) * NODES);
+      lagrange(nodes, COARSE, float(start) + fine[f], to_fine + (start / STRIP * FINE + f) * COARSE);
     }
     if (start && some == STRIP) {
       for (int f = 0; f < FINE; f++) memcpy(weights + f * row + start, weights + f * row, STRIP * sizeof(float));
@@ -122,17 +124,17 @@ inline Strips strips_of(const Problem& p, int token, int count, float* weights, 
   // Where the errors of both steps are largest.
   const float* angles = p.angles + int64_t(token) * 2 * p.half;
   alignas(64) float worst[MAX_DIM] = {};
-  for (int i = 0; i <= NODES; i++) {
-    const int start = int((count - 1) * chebyshev(float(i), NODES) + 0.5f) / STRIP * STRIP;
+  for (int i = 0; i <= COARSE; i++) {
+    const int start = int((count - 1) * chebyshev(float(i), COARSE) + 0.5f) / STRIP * STRIP;
     const int some = count - start < STRIP ? count - start : STRIP;
     for (int k = 0; k <= FINE; k++) {
       const int s = start + int((some - 1) * chebyshev(float(k), FINE) + 0.5f);
-      float own[NODES] = {};
+      float own[COARSE] = {};
       for (int f = 0; f < FINE; f++)
-        for (int n = 0; n < NODES; n++) own[n] += weights[f * row + s] * to_fine[(start / STRIP * FINE + f) * NODES + n];
+        for (int n = 0; n < COARSE; n++) own[n] += weights[f * row + s] * to_fine[(start / STRIP * FINE + f) * COARSE + n];
       for (int j = 0; j < 2 * p.half; j++) {
         float error = angles[int64_t(s) * 2 * p.half + j];
-        for (int n = 0; n < NODES; n++) error -= own[n] * angles[int64_t(to.node[n]) * 2 * p.half + j];
+        for (int n = 0; n < COARSE; n++) error -= own[n] * angles[int64_t(to.node[n]) * 2 * p.half + j];
         error = __builtin_fabsf(error);
         worst[j] = error > worst[j] ? error : worst[j];
       }

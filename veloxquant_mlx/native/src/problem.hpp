@@ -34,6 +34,7 @@ struct Components {
   const uint8_t* bits;   // of each
   const int32_t* table;  // where the points of each start in `points`
   const float* points;   // 2^bits values, repeated to at least 16
+  const uint8_t* planes;  // the points as a level takes them that looks up bytes; or nullptr
 };
 
 // Codes of a row that stand for codewords each: code i, of bits[i] bits from bit place[i] on, for `size` neighbouring entries from size i on;

@@ -19,7 +19,7 @@ inline void at_nodes(const Problem& p, int head, int token, const Slow& slow, fl
   const int R = p.padded_rows, size = c.first[head + 1] - c.first[head], end = p.rope_first + 2 * p.half;
   const float *basis = p.keys.basis + int64_t(c.first[head]) * p.dim, *mean = p.keys.basis + int64_t(c.first[p.keys.heads] + head) * p.dim;
   memset(turned, 0, sizeof(float) * p.dim * row);
-  for (int i = 0; i < NODES; i++) {
+  for (int i = 0; i < Slow::COUNT; i++) {
     const float *cos = p.angles + int64_t(token + slow.node[i]) * 2 * p.half, *sin = cos + p.half;
     for (int r = 0; r < R; r++) {
       const float* q = p.turned + (int64_t(head) * R + r) * p.dim;

@@ -37,7 +37,7 @@ inline int whole(int size, int of) { return (size + of - 1) / of * of; }
 // Floats that `score_columns` needs.
 inline size_t columns_scratch(const Problem& p, int most) {
   const int64_t R = p.padded_rows, every = whole(p.dim, COLUMNS), size = most + 1;
-  const int64_t nodes = R * FINE <= p.dim ? whole(R * NODES, W) : 0, slow = (p.dim + size) * nodes + (NODES + FINE) * whole(size * R, W);
+  const int64_t nodes = R * FINE <= p.dim ? whole(R * COARSE, W) : 0, slow = (p.dim + size) * nodes + (COARSE + FINE) * whole(size * R, 2 * W);
   return size * (STRIP_ROW + every) + R * every + (nodes ? slow : 0);
 }
 
@@ -84,19 +84,22 @@ struct Fast {
 
 // What stands for the pairs that are interpolated: of each query a number at each node, by components and 1.
 struct Interpolating {
-  float* at;    // (NODES, components and 1, R): at the nodes of the span
+  float* at;    // (COARSE, components and 1, R): at the nodes of the span
   float* fine;  // (FINE, components and 1, R): at those of a strip
   int size, rows;
   int64_t row;  // of both
 
   void take_strip(const Strips& by, int strip) {
-    for (int f = 0; f < FINE; f++) {
-      const float* weights = by.to_fine + (strip * FINE + f) * NODES;
-      for (int i = 0; i < row; i += W) {
-        V x{};
-        for (int n = 0; n < NODES; n++) x += load(at + n * row + i) * weights[n];
-        store(fine + f * row + i, x);
+    const float* weights = by.to_fine + strip * FINE * COARSE;
+    for (int i = 0; i < row; i += 2 * W) {
+      V x[FINE][2] = {};
+      for (int n = 0; n < COARSE; n++) {
+        const float* own = at + n * row + i;
+        for (int f = 0; f < FINE; f++)
+          for (int v = 0; v < 2; v++) x[f][v] += load(own + v * W) * weights[f * COARSE + n];
       }
+      for (int f = 0; f < FINE; f++)
+        for (int v = 0; v < 2; v++) store(fine + f * row + i + v * W, x[f][v]);
     }
   }
 
@@ -155,13 +158,17 @@ inline void score_columns(
   const int plain = order_of(p, slow.first, order), blocks = plain / COLUMNS;
   float *y = scratch, *made = y + size * STRIP_ROW, *q = made + (size + 1) * plain, *rest = q + R * plain;
 
-  for (int s = 0; s <= size; s++) {
-    const float* row = keys.basis + int64_t(s < size ? begin + s : c.first[keys.heads] + head) * p.dim;
-    for (int b = 0; b < blocks; b++)
-      for (int c = 0; c < COLUMNS; c++) {
-        const int d = order[b * COLUMNS + c];
-        made[(b * (size + 1) + s) * COLUMNS + c] = d == NONE ? 0 : row[d];
-      }
+  for (int b = 0; b < blocks; b++) {
+    const int* from = order + b * COLUMNS;
+    bool neighbours = true;
+    for (int i = 0; i < COLUMNS; i++) neighbours = neighbours && from[i] == from[i / PAIRS * PAIRS] + i % PAIRS;
+    float* to = made + b * (size + 1) * COLUMNS;
+    for (int s = 0; s <= size; s++, to += COLUMNS) {
+      const float* row = keys.basis + int64_t(s < size ? begin + s : c.first[keys.heads] + head) * p.dim;
+      if (neighbours) memcpy(to, row + from[0], PAIRS * sizeof(float)), memcpy(to + PAIRS, row + from[PAIRS], PAIRS * sizeof(float));
+      else
+        for (int i = 0; i < COLUMNS; i++) to[i] = from[i] == NONE ? 0 : row[from[i]];
+    }
   }
   for (int r = 0; r < R; r++) {
     const float* row = p.turned + (int64_t(head) * R + r) * p.dim;
@@ -169,16 +176,16 @@ inline void score_columns(
     memset(scores + r * p.span, 0, sizeof(float) * padded(count));
   }
   const bool slowly = slow.first < p.half;
-  Interpolating nodes{rest, nullptr, size, R, whole((size + 1) * R, W)};
-  nodes.fine = nodes.at + NODES * nodes.row;
+  Interpolating nodes{rest, nullptr, size, R, whole((size + 1) * R, 2 * W)};
+  nodes.fine = nodes.at + COARSE * nodes.row;
   if (slowly) {
-    const int columns = whole(R * NODES, W);
+    const int columns = whole(R * COARSE, W);
     float *together = nodes.fine + FINE * nodes.row, *turned = together + (size + 1) * columns;
     at_nodes(p, head, token, slow, turned, together, columns);
-    for (int n = 0; n < NODES; n++)
+    for (int n = 0; n < COARSE; n++)
       for (int s = 0; s <= size; s++)
         for (int r = 0; r < R; r++) nodes.at[n * nodes.row + s * R + r] = together[s * columns + n * R + r];
-    for (int n = 0; n < NODES; n++)
+    for (int n = 0; n < COARSE; n++)
       for (int i = (size + 1) * R; i < nodes.row; i++) nodes.at[n * nodes.row + i] = 0;
   }
 
