@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,12 +185,12 @@ def vocabulary(model: LoadedModel) -> int:
 def _ids_of(tokenizer: Any) -> int:
     """The largest id and one, as a vocabulary may have gaps. Kept while the tokenizer has as many tokens, where it says how many: its
     dictionary is made anew whenever it is asked for, of a hundred thousand tokens in a tenth of a second."""
-    count = len(tokenizer) if isinstance(tokenizer, Sized) else None
-    kept = None if count is None else _IDS.get(tokenizer)
-    if kept is not None and kept[0] == count:
+    keeps = isinstance(tokenizer, Sized) and isinstance(tokenizer, Hashable) and hasattr(tokenizer, "__weakref__")
+    count = len(tokenizer) if keeps else 0
+    if keeps and (kept := _IDS.get(tokenizer, (-1, 0)))[0] == count:
         return kept[1]
     ids = max(tokenizer.get_vocab().values(), default=-1) + 1
-    if count is not None:
+    if keeps:
         _IDS[tokenizer] = count, ids
     return ids
 

@@ -653,6 +653,12 @@ def test_a_vocabulary_is_read_once_until_it_grows() -> None:
     assert vocabulary(model) == vocabulary(model) == 10 and tokenizer.read == 2
     assert vocabulary(replace(model, tokenizer=other)) == 8 and other.read == 1
 
+    class Unhashable(Counted):
+        __hash__ = None  # type: ignore[assignment]
+
+    third = Unhashable()
+    assert [vocabulary(replace(model, tokenizer=third)) for _ in range(2)] == [8, 8] and third.read == 2
+
 
 def test_caches_of_another_shape_are_refused(tmp_path: Path) -> None:
     model = tiny("llama")
