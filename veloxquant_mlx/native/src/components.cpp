@@ -119,12 +119,10 @@ void turn_fast(const Problem& p, int token, int count, int fast, float* out, int
 // Floats that the planes of keys' points need.
 size_t planes_scratch(const Components& c, int count) {
   size_t most = 0;
-#if defined(__AVX2__) && !defined(__AVX512F__)
   for (int i = 0; i < count; i++) {
     const size_t end = c.table[i] + (1 << c.bits[i]);
     if (planes_of(c.bits[i]) && end > most) most = end;
   }
-#endif
   return (most + 15) / 16 * 16;
 }
 

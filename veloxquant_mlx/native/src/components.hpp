@@ -90,6 +90,8 @@ inline void decode_block(const uint8_t* codes, const uint8_t* planes, float* out
     store(out, (V)_mm256_unpacklo_epi16(ab, cd)), store(out + W, (V)_mm256_unpackhi_epi16(ab, cd));
   }
 }
+#else
+constexpr bool planes_of(int) { return false; }
 #endif
 
 template <int BITS>
