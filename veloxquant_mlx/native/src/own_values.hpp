@@ -34,11 +34,11 @@ void add_coded_dots(const Components& c, int first, int block, int blocks, Matri
   constexpr int TB = W / RB;
   static constexpr InWord<BITS> AT;
   const uint8_t* codes[TB];
-  V low[TB], high[TB];
-  for (int j = 0; j < TB; j++) {
-    const float* points = c.points + c.table[first + j];
-    codes[j] = c.codes + block * c.block + c.place[first + j], low[j] = load(points), high[j] = load(points + W);
-  }
+  // A look-up has no state to begin with, so that all are named; those beyond TB repeat others, and none reads them.
+  const auto lookup_of = [&](int j) { return Lookup<BITS>(c.points + c.table[first + j % TB]); };
+  for (int j = 0; j < TB; j++) codes[j] = c.codes + block * c.block + c.place[first + j];
+  const Lookup<BITS> lookups[W] = {
+      lookup_of(0), lookup_of(1), lookup_of(2), lookup_of(3), lookup_of(4), lookup_of(5), lookup_of(6), lookup_of(7)};
   V sum[W] = {};
   for (int b = 0; b < blocks; b++)
     for (int i = 0; i < TOGETHER / W; i++) {
@@ -47,12 +47,7 @@ void add_coded_dots(const Components& c, int first, int block, int blocks, Matri
         int32_t word;
         memcpy(&word, codes[j] + b * c.block + AT.byte[i], 4);
         const __m256i index = _mm256_srlv_epi32(_mm256_set1_epi32(word), _mm256_load_si256((const __m256i*)AT.shifts[i]));
-        if constexpr (BITS <= 2) z[j] = (V)_mm256_permutevar_ps((__m256)low[j], index);
-        else z[j] = (V)_mm256_permutevar8x32_ps((__m256)low[j], index);
-        if constexpr (BITS == 4) {
-          const __m256 above = _mm256_permutevar8x32_ps((__m256)high[j], index);
-          z[j] = (V)_mm256_blendv_ps((__m256)z[j], above, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
-        }
+        z[j] = lookups[j].of((Words)index);
       }
       for (int r = 0; r < RB; r++) {
         const V weight = load(weights.at + r * weights.row + b * TOGETHER + i * W);
